@@ -17,6 +17,7 @@ from verify.programs.causes.wrong_tensor import STAGES, Cause, WrongTensor, laid
 RIGHT = torch.randn(6, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 OTHER = torch.randn(6, 4, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
 SQUARE = torch.randn(4, 4, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+LARGE = RIGHT * 1e5  # more than float16 holds
 AT = {(rank, 0): {"dp": rank // 2, "tp": rank % 2} for rank in range(6)}
 SIZES = {"dp": 3, "tp": 2}
 
@@ -24,8 +25,8 @@ SIZES = {"dp": 3, "tp": 2}
 def wrong(values: Callable[[int], Tensor], **more: object) -> WrongTensor:
     """Return a tensor that every rank holds whole, as rank 0 has it."""
     pieces = {place: values(place[0]) for place in AT}
-    given = {"sizes": SIZES, "judged": ((0, 0),), **more}
-    return WrongTensor("gradient", pieces, RIGHT, AT, **given)  # type: ignore[arg-type]
+    given = {"expected": RIGHT, "sizes": SIZES, "judged": ((0, 0),), **more}
+    return WrongTensor("gradient", pieces, at=AT, **given)  # type: ignore[arg-type]
 
 
 def parts(rank: int) -> Tensor:
@@ -57,6 +58,7 @@ def means(rank: int) -> Tensor:
         (wrong(lambda rank: RIGHT + 2 * OTHER, operands={"b": OTHER}), ("added", "", 0.0)),
         (wrong(lambda rank: RIGHT - 0.5), ("offset", "", 0.0)),
         (wrong(lambda rank: RIGHT.bfloat16().double()), ("rounded", "", 0.0)),
+        (wrong(lambda rank: LARGE + 1, expected=LARGE), ("offset", "", 0.0)),
         (wrong(lambda rank: RIGHT.flip(0, 1), elements=RIGHT.flatten()), ("permuted", "", 0.0)),
         (wrong(lambda rank: torch.cat([OTHER[:1], RIGHT[1:]])), ("partly_wrong", "", 0.0)),
         (wrong(lambda rank: OTHER, elements=RIGHT.flatten()), ("differs", "", 0.0)),

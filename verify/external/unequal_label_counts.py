@@ -82,7 +82,7 @@ class _Ignoring:
     @property
     def equal(self) -> bool:
         """Return whether as much of it counts in each data part."""
-        return len({int((piece != self.ignored).sum()) for piece in self.tensor.chunk(self.parts)}) == 1
+        return _equal(self.tensor, self.ignored, self.parts)
 
     def replaced_in(self, batch: Batch) -> Batch:
         """Return the batch with more of the tensor ignored."""
@@ -107,12 +107,12 @@ def unequal_labels(program: ExternalProgram, model: nn.Module, reference: PlainR
             told.append(truth)
         elif plain.differs_from_mean_of_parts(truth):
             tried, unequal = [*tried, *([one] if one.equal else [])], unequal or not one.equal
-    for chosen in (tried, tried[:1]):  # all at once may leave nothing that counts
+    for chosen in (tried, tried[:1]):  # all at once may leave nothing that counts, or as much in each part
         changed = batch
         for one in chosen:
             changed = one.replaced_in(changed)
         truth = plain.step_on(changed) if chosen else ""
-        if not isinstance(truth, str):
+        if not isinstance(truth, str) and plain.differs_from_mean_of_parts(truth):
             counted = " and ".join(dict.fromkeys(one.counted for one in chosen))
             return UnequalLabels(truth, counted, next(iter(told), None))
     if unequal or not (told or entropies or any(not t.is_floating_point() for t in tensors_of(batch))):
@@ -194,19 +194,31 @@ def _indices_ignored(program: ExternalProgram, model: nn.Module, batch: Batch) -
 
 
 def _thinned(values: Tensor, ignored: int, parts: int) -> Tensor:
-    """Return the values with ever fewer that count from row to row: the last row keeps all, and each at least one.
+    """Return the values with fewer that count, in the first way that leaves data parts with different numbers of them;
+    the values themselves where no way does."""
+    for made in _ways_to_thin(values, ignored, parts):
+        if not (torch.equal(made, values) or _equal(made, ignored, parts)):
+            return made
+    return values
 
-    Where that changes none, for a row holds one value, rows are ignored whole: ever fewer of them from part to part.
-    """
-    by_row = values.clone()
-    for number, row in enumerate(by_row if values.dim() > 1 else ()):
+
+def _ways_to_thin(values: Tensor, ignored: int, parts: int) -> Iterator[Tensor]:
+    """Yield the values with ever fewer that count from row to row, the last row keeping all and each at least one; from
+    part to part, for a row may hold one value; and with one left in the first part, for shares may come out equal."""
+    rows, several, first = values.clone(), values.clone(), values.clone()
+    for number, row in enumerate(rows if values.dim() > 1 else ()):
         _ignore_some(row, ignored, (number + 1) / len(values))
-    if not torch.equal(by_row, values):
-        return by_row
-    by_part = values.clone()
-    for number, piece in enumerate(by_part.chunk(parts)):
+    yield rows
+    for number, piece in enumerate(several.chunk(parts)):
         _ignore_some(piece, ignored, (number + 1) / parts)
-    return by_part
+    yield several
+    _ignore_some(first.chunk(parts)[0], ignored, 0.0)
+    yield first
+
+
+def _equal(values: Tensor, ignored: int, parts: int) -> bool:
+    """Return whether as much counts in each data part."""
+    return len({int((piece != ignored).sum()) for piece in values.chunk(parts)}) == 1
 
 
 def _ignore_some(values: Tensor, ignored: int, share: float) -> None:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.verify.external import programs
 from tests.verify.external.programs import program
+from verify.external.comparison.compare import LATE
 from verify.external.differential_run import ExternalSettings
 from verify.external.verify import verify_program
 from verify.results.verdict import Verdict
@@ -242,3 +243,50 @@ def test_a_loss_that_is_another_number_is_no_multiple_of_the_right_one() -> None
     wrong = replace(program(programs.replicated, dp=2), step=other, reference_step=lambda model, batch: model(*batch))
     causes = {f.counter_example["cause"] for f in verify_program(wrong, QUICK).findings}
     assert causes == {"differs"}
+
+
+def _shared_rows(model: Any, batch: Any) -> Tensor:
+    """Each rank of cp takes some of the rows of its data part."""
+    if dist.is_initialized():
+        batch = [tensor.chunk(2)[dist.get_rank() % 2] for tensor in batch]
+    return model(*batch)  # type: ignore[no-any-return]
+
+
+def test_a_loss_may_be_a_part_of_the_mean_of_a_data_part() -> None:
+    right = replace(program(programs.replicated, dp=2, cp=2), step=_shared_rows)
+    report = verify_program(right, QUICK)
+    assert report.verdict is Verdict.TESTED_EXACT, report.findings
+
+
+def _clipped_by_own_norm(model: Any, limit: float) -> Tensor:
+    """Wrong: each rank clips by the norm of its shards."""
+    own = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
+    norm = nn.utils.get_total_norm(own)
+    for gradient in own:
+        gradient.mul_(min(1.0, limit / float(norm)))
+    return norm
+
+
+def test_a_wrong_norm_is_told_and_not_the_losses_and_gradients_of_the_step_after_it() -> None:
+    wrong = replace(program(programs.fully_sharded, dp=2), max_norm=0.01, clip=_clipped_by_own_norm)
+    report = verify_program(wrong, QUICK)
+    assert {(f.code, f.counter_example["step"]) for f in report.findings} == {("gradient_norm_differs", "0")}
+    counts = {check.name: check.count for check in report.checks}
+    assert (counts["losses"], counts["gradients"]) == (2, 2 * 8), "of one step"
+
+
+class _Reducing(torch.optim.SGD):
+    """Adds up the gradients of the ranks in its step, and does not divide."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"] if dist.is_initialized() else ():
+            dist.all_reduce(parameter.grad)
+        return super().step(closure)
+
+
+def test_what_an_optimizer_makes_of_gradients_is_told_and_not_that_it_does() -> None:
+    wrong = replace(program(programs.unreduced, dp=2), optimizer=lambda model: _Reducing(model.parameters(), lr=0.1))
+    report = verify_program(wrong, QUICK)
+    assert report.verdict is Verdict.REFUTED
+    assert {f.counter_example["cause"] for f in report.findings} == {"scaled"}
+    assert LATE in [check.name for check in report.checks]

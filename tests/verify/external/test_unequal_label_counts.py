@@ -35,6 +35,10 @@ def batch(mask: Tensor) -> Batch:
 
 
 PROMPTS = torch.tensor([0.0, 0.0, 1.0, 1.0, 1.0]).repeat(4, 1)
+# as many count in both parts, and again where ever fewer do from row to row
+EVEN = torch.tensor([[1.0, 0, 0, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0]])
+# so with labels that are ignored beside it, where both are thinned, and not where one of them is
+CROSSED = F.one_hot(torch.tensor([2, 2, 4, 4]), 5).double()
 ROWS = torch.ones(4, dtype=torch.long)  # one value for each
 
 
@@ -50,6 +54,11 @@ def by_hand(model: Any, given: Batch) -> Tensor:
 
 def masked(model: Any, given: Batch) -> Tensor:
     return (losses(model, given) * given["mask"]).sum() / given["mask"].sum()
+
+
+def both(model: Any, given: Batch) -> Tensor:
+    counted = given["mask"] * (given["y"] != -100)
+    return (losses(model, given) * counted).sum() / counted.sum()
 
 
 def by_row(model: Any, given: Batch) -> Tensor:
@@ -89,6 +98,8 @@ WRONG = {
     "mask of prompts": (masked, PROMPTS),
     "mask of integers": (masked, PROMPTS.long()),
     "mask without zeros": (masked, torch.ones(4, 5)),
+    "even where thinned by rows": (masked, EVEN),
+    "even where all are thinned": (both, CROSSED),
     "truths": (chosen, PROMPTS.bool()),
     "one for each row": (by_row, ROWS),
 }
@@ -100,7 +111,7 @@ def test_means_over_parts_are_refuted(name: str) -> None:
     report = verified(step, mask)
     assert (report.verdict, [check.name for check in report.checks if check.refuted]) == (Verdict.REFUTED, [NAME])
     assert {finding.counter_example["cause"] for finding in report.findings} == {"mean_of_means"}
-    counted = "labels" if step is by_hand else "ones in a mask"
+    counted = "labels" if step in (by_hand, both) else "ones in a mask"
     assert all(finding.message.startswith(f"with unequal numbers of {counted}: ") for finding in report.findings)
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from nnscaler.errors import NnscalerError
 from tests.sampling import every
@@ -261,16 +263,20 @@ def on_gpus(model: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
     return torch.nn.parallel.DistributedDataParallel(model.cuda().to(device), device_ids=[device])
 
 
+def sharded_on_gpus(model: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
+    return fully_shard(model.cuda(), mesh=init_device_mesh("cuda", (2,), mesh_dim_names=("dp",)))
+
+
 def of_nccl(model: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
     raise TypeError("this kernel wants NCCL 2.10")
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-def test_what_is_moved_to_gpus_stays_on_the_cpu(dtype: str) -> None:
+@pytest.mark.parametrize(("made", "dtype"), [(on_gpus, "float64"), (on_gpus, "float32"), (sharded_on_gpus, "float64")])
+def test_what_is_moved_to_gpus_stays_on_the_cpu(made: Any, dtype: str) -> None:
     def gpu_batch() -> list[Tensor]:
         return [tensor.cuda() for tensor in programs.batch()]
 
-    one = replace(program(on_gpus, model=lambda: Net().to("cuda"), dp=2), batch=gpu_batch)
+    one = replace(program(made, model=lambda: Net().to("cuda"), dp=2), batch=gpu_batch)
     assert verify_program(one, QUICK, dtypes=[dtype]).verdict.passes
     with pytest.raises((AssertionError, RuntimeError), match=r"CUDA|NVIDIA"):  # as before
         torch.zeros(1).cuda()

@@ -12,6 +12,7 @@ from torch import Tensor
 from verify.external.comparison.comparison_records import ComparisonResult, Difference, ProgramRun
 from verify.external.comparison.losses_and_norms import compare_losses, compare_norms
 from verify.external.comparison.micro_batch_reference import MEAN_OF_MEANS, cause_by_micro_batches
+from verify.external.comparison.shared_elements import WrongGradient
 from verify.external.observe_rank_run import ObservedStep, RankRecord
 from verify.external.parameter_mapping import RankPiece, as_real, taken
 from verify.external.reference import PlainReference, data_part
@@ -23,10 +24,12 @@ from verify.results.verdict import Verdict
 
 def compare(run: ProgramRun) -> tuple[ComparisonResult, ...]:
     """Compare everything. What follows from an earlier difference alone is left out."""
-    gradients, norms = _gradients(run), compare_norms(run)
-    wrong = min((d.step for d in gradients.differences), default=len(run.reference.steps))
-    losses = compare_losses(run, wrong)
-    # the update of a step comes after its gradients and before those of the next
+    norms, steps = compare_norms(run), len(run.reference.steps)
+    # a step clips by its norm, and makes its update, after its gradients and before those of the next
+    last = min(_first_refuted(norms), steps - 1)
+    gradients = _gradients(run, last)
+    wrong = min((d.step for d in gradients.differences), default=steps)
+    losses = compare_losses(run, min(wrong, last), summed=wrong == steps)
     states = _states(run, "parameter", min(map(_first_refuted, (losses, gradients, norms))))
     updated = _first_refuted(states)
     losses, gradients, norms = (_until(result, updated) for result in (losses, gradients, norms))
@@ -108,11 +111,11 @@ def _changed(reference: PlainReference, kind: str) -> Iterator[str]:
 # Gradients.
 
 
-def _gradients(run: ProgramRun) -> ComparisonResult:
-    """Compare every gradient on every rank, in every step until one is wrong."""
+def _gradients(run: ProgramRun, last: int) -> ComparisonResult:
+    """Compare every gradient on every rank, in every step up to step `last` until one is wrong."""
     found: list[Difference] = []
     count, worst, name = 0, 0.0, "gradients"
-    for number, step in enumerate(run.reference.steps):
+    for number, step in enumerate(run.reference.steps[: last + 1]):
         scale = _largest_finite(step.gradients)
         seen = [record.steps[number] for record in run.records]
         read = frozenset(name for one in seen for name in one.gradients if name not in one.unread)
@@ -126,8 +129,8 @@ def _gradients(run: ProgramRun) -> ComparisonResult:
                 after = record.steps[number].late.get(piece.local)
                 if one is not None and one.cause.kind == "missing_reduction" and after is not None:
                     reduced, gap_after = _gradient(run, number, record, piece, after, scale)
-                    if reduced is None:
-                        one, gap, name = None, gap_after, LATE
+                    if reduced is None or reduced.cause.kind not in VAGUE:
+                        one, gap, name = reduced, gap_after, LATE
                 worst = max(worst, gap)
                 if one is not None:
                     found.append(one)
@@ -208,11 +211,15 @@ def _explain(run: ProgramRun, number: int, record: RankRecord, piece: RankPiece,
     if found.kind not in VAGUE:
         return found
 
-    def agrees(_loss: Tensor, gradients: Tensor) -> bool:
-        mean = piece.take(gradients).nan_to_num(0.0)
-        return _judge(run, ("gradient", number), piece, difference(value.double(), mean).relative).passes
+    def near(one: Tensor, other: Tensor) -> bool:
+        return _judge(run, ("gradient", number), piece, difference(one, other).relative).passes
 
-    return cause_by_micro_batches(run.micro_means, number, agrees) or found
+    def agrees(_loss: Tensor, gradients: Tensor) -> bool:
+        return near(value.double(), piece.take(gradients).nan_to_num(0.0))
+
+    right = wrong.expected
+    elements = WrongGradient(run, number, record, piece, value, lambda made: near(made, right))
+    return cause_by_micro_batches(run.micro_means, number, agrees) or elements.cause() or found
 
 
 def _same_elements(

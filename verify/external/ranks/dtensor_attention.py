@@ -2,37 +2,44 @@
 
 Torch dispatches `scaled_dot_product_attention` to another operator on each device, and DTensor has rules for those of
 GPUs alone: a program that is right on a GPU raises on a CPU. The rules here are the same ones: everything whole, or the
-batch or the heads divided.
+batch or the heads divided. Within `context_parallel` the sequence is divided, and keys and values go around in a ring,
+which is torch's own, with the kernel of the CPU in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Replicate, Shard
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement
 
-from verify.external.ranks.torch_private_trace import has_sharding_rule
+from verify.external.ranks.torch_private_trace import attention_rings, has_sharding_rule
 
-BATCH, HEADS = 0, 1  # dims of queries, keys, values, the output, its sums and masks
+BATCH, HEADS, SEQUENCE = 0, 1, 2  # dims of queries, keys, values, the output, its sums and masks
 _PLACEMENTS: tuple[Placement, ...] = (Replicate(), Shard(BATCH), Shard(HEADS))
 Placements = list[Placement | None]
+
+
+_ATTENTION: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_GRADIENTS: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 @cache
 def register_attention() -> None:
     """Give DTensor rules for attention on a CPU, where torch has none. They stay for the life of the process."""
-    operators = torch.ops.aten
-    for operator, rule in (
-        (operators._scaled_dot_product_flash_attention_for_cpu.default, _forward),
-        (operators._scaled_dot_product_flash_attention_for_cpu_backward.default, _backward),
-    ):
+    for operator, rule in ((_ATTENTION, _forward), (_GRADIENTS, _backward)):
         if not has_sharding_rule(operator):
             register_sharding(operator)(rule)
+    for operator, ring in ((_ATTENTION, _ring), (_GRADIENTS, _ring_of_gradients)):
+        attention_rings().custom_ops.setdefault(operator, _of_shards(ring))
+
+
+# -- batch or heads divided -------------------------------------------------------------------------------------------
 
 
 def _forward(*_given: Any, attn_mask: Any = None, **_named: Any) -> Sequence[tuple[Placements, Placements]]:
@@ -59,3 +66,49 @@ def _of_mask(mask: Any, placement: Placement) -> Placements:
 
 def _divided(mask: Any, placement: Placement) -> bool:
     return isinstance(placement, Shard) and mask is not None and len(mask.shape) == 4 and mask.shape[placement.dim] > 1
+
+
+# -- the sequence divided ---------------------------------------------------------------------------------------------
+
+
+def _of_shards(ring: Callable[..., Sequence[Tensor]]) -> Callable[..., tuple[DTensor, ...]]:
+    """Return a handler of DTensor's dispatcher: what a function makes of each rank's own shards."""
+
+    def handle(_operator: Any, given: Sequence[Any], named: Mapping[str, Any]) -> tuple[DTensor, ...]:
+        first, options = given[0], attention_rings()._cp_options
+        own = [value._local_tensor if isinstance(value, DTensor) else value for value in given]
+        rounds = options.convert_to_f32
+        options.convert_to_f32 = rounds and first.dtype != torch.float64  # a run in float64 rounds nothing
+        try:
+            made = ring(first.device_mesh.get_group(), *own, **named)
+        finally:
+            options.convert_to_f32 = rounds
+        return tuple(DTensor.from_local(one, first.device_mesh, first.placements, run_check=False) for one in made)
+
+    return handle
+
+
+def _ring(
+    group: Any, query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False, **named: Any
+) -> Sequence[Tensor]:
+    """Return the output, and its sums, of a rank's queries with the keys and values of all."""
+    _refuse_mask(named)
+    how = {"is_causal": is_causal, "dropout_p": dropout_p, **named}
+    rings, kernel = attention_rings(), _ATTENTION
+    found: Sequence[Tensor] = rings._templated_ring_attention(group, SEQUENCE, kernel, query, key, value, **how)
+    return found
+
+
+def _ring_of_gradients(group: Any, gradient: Tensor, *saved: Tensor | float, **named: Any) -> Sequence[Tensor]:
+    """Return the gradients of a rank's queries, keys and values."""
+    _refuse_mask(named)
+    *tensors, dropout_p, is_causal = saved
+    how = {"is_causal": is_causal, "dropout_p": dropout_p, **named}
+    ring = attention_rings()._templated_ring_attention_backward
+    found: Sequence[Tensor] = ring(group, SEQUENCE, _GRADIENTS, gradient, "grad_out", *tensors, **how)
+    return found
+
+
+def _refuse_mask(named: Mapping[str, Any]) -> None:
+    if named.get("attn_mask") is not None:
+        raise NotImplementedError("context_parallel takes no mask of attention")  # nor does it on a GPU

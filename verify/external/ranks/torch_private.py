@@ -242,7 +242,7 @@ def rank_attributes() -> list[tuple[Any, str]]:
     """Return the (owner, attribute) that one rank changes while others run, by value or by what is in it.
 
     `loss_parallel` and `context_parallel` edit DTensor's handlers on entry and exit, `CommDebugMode` the hooks of all
-    modules, and `context_parallel` replaces the attention function.
+    modules, and `context_parallel` replaces the attention function, and DTensor's table by a copy.
     """
     found: list[tuple[Any, str]] = [(torch_module, name) for name in _GLOBAL_HOOKS]
     found.append((torch.nn.functional, "scaled_dot_product_attention"))
@@ -252,7 +252,7 @@ def rank_attributes() -> list[tuple[Any, str]]:
     for name in ("_context_parallel._attention", "_attention"):
         attention = sys.modules.get(f"torch.distributed.tensor.experimental.{name}")
         if attention is not None and tensor is not None:
-            names = ("_replaced_functions", "_dispatch_mode", "_cp_options")
+            names = ("_replaced_functions", "_dispatch_mode", "_cp_options", "existing_custom_ops")
             found += [(attention, name) for name in names if hasattr(attention, name)]
     return found
 

@@ -56,6 +56,13 @@ def has_sharding_rule(operator: Any) -> bool:
     return any(operator in getattr(propagator, name, ()) for name in names)
 
 
+def attention_rings() -> Any:
+    """Return the module in which torch computes attention over shards of a sequence: `custom_ops`, operator -> what
+    computes it while a program is in `context_parallel`; two functions that pass keys and values around, given the
+    kernel; `_cp_options`, whether sums are rounded to float32. torch 2.11 to 2.13."""
+    return importlib.import_module("torch.distributed.tensor.experimental._context_parallel._attention")
+
+
 @contextmanager
 def meshes_for_real() -> Iterator[None]:
     """While open, meshes are made of real numbers although tensors are fake: torch reads ranks from them."""

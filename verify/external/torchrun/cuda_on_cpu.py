@@ -108,7 +108,7 @@ def cuda_is_the_cpu() -> Iterator[None]:
 
     preload()  # dynamo takes down torch's functions where it is imported
     changes = [*_modules(untold), *_ddp(untold), *_sync_batch_norm(untold), *_calls_of_cuda(lambda: 0)]
-    with replaced(changes), OnCpu():
+    with replaced([*changes, *_meshes(untold)]), OnCpu():
         yield
 
 
@@ -141,7 +141,8 @@ def cpu_changes(
     return [
         *((owner, "init_process_group", init_process_group) for owner in (dist, dist.distributed_c10d, device_mesh)),
         *((owner, "destroy_process_group", destroy_process_group) for owner in (dist, dist.distributed_c10d)),
-        *_meshes(tell, init_process_group),
+        *_meshes(tell),
+        *_started_meshes(tell, init_process_group),
         *_modules(tell),
         *_groups(tell, groups),
         *_wrappers(tell),
@@ -169,9 +170,19 @@ def _joining(ranks: int, here: int, store: Any, tell: Tell) -> Callable[..., Non
     return init_process_group
 
 
-def _meshes(tell: Tell, start: Callable[[], None]) -> list[Change]:
-    """Return what makes meshes lie on the CPU; `start` makes the default group where there is none yet."""
-    mesh, mesh_class = device_mesh.init_device_mesh, device_mesh.DeviceMesh.__init__
+def _meshes(tell: Tell) -> list[Change]:
+    """Return what makes meshes lie on the CPU."""
+    mesh_class = device_mesh.DeviceMesh.__init__
+
+    def new_mesh(self: Any, device_type: str, *args: Any, **named: Any) -> None:
+        mesh_class(self, str(on_cpu(str(device_type), tell)), *args, **named)
+
+    return [(device_mesh.DeviceMesh, "__init__", new_mesh)]
+
+
+def _started_meshes(tell: Tell, start: Callable[[], None]) -> list[Change]:
+    """Return what makes a script's first mesh, which makes the default group by `start` where there is none yet."""
+    mesh = device_mesh.init_device_mesh
 
     def init_device_mesh(device_type: str, *args: Any, **named: Any) -> Any:
         named.pop("backend_override", None)
@@ -179,13 +190,7 @@ def _meshes(tell: Tell, start: Callable[[], None]) -> list[Change]:
             start()
         return mesh(str(on_cpu(str(device_type), tell)), *args, **named)
 
-    def new_mesh(self: Any, device_type: str, *args: Any, **named: Any) -> None:
-        mesh_class(self, str(on_cpu(str(device_type), tell)), *args, **named)
-
-    return [
-        *((owner, "init_device_mesh", init_device_mesh) for owner in (dist, device_mesh)),
-        (device_mesh.DeviceMesh, "__init__", new_mesh),
-    ]
+    return [(owner, "init_device_mesh", init_device_mesh) for owner in (dist, device_mesh)]
 
 
 def _modules(tell: Tell) -> list[Change]:

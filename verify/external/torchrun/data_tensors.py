@@ -136,16 +136,20 @@ class ScriptMode(TorchFunctionMode):
         self._follow(func, given, named, made, sys._getframe(1).f_code.co_filename)
         return self._draw(made) if func in _DRAWS and self._outside() and is_data(made) else made
 
+    def forget_gradients(self) -> None:
+        """Note that the gradients are used up: other tensors may lie in their place from now on."""
+        self._gradients.clear()
+
     def _follow_gradients(
         self, func: Callable[..., Any], given: Sequence[Any], named: Mapping[str, Any], made: Any
     ) -> None:
-        """Note whether the script measures gradients that it reads."""
-        if self.measured or not self._own():
+        """Note what the script makes of gradients that it reads, and whether it measures them."""
+        if not self._own():
             return
         if getattr(func, "__self__", None) is Tensor.grad:
             self._gradients |= {_storage(made)} if isinstance(made, Tensor) else set()
         elif any(isinstance(value, Tensor) and self._of_gradients(value) for value in _values(given, named)):
-            self.measured = func.__name__ in _NORMS
+            self.measured |= func.__name__ in _NORMS
             for one in made if isinstance(made, tuple | list) else (made,):
                 if isinstance(one, Tensor):
                     setattr(one, _OF_GRADIENTS, True)
@@ -158,7 +162,7 @@ class ScriptMode(TorchFunctionMode):
     ) -> None:
         """Note the number that a function reads from data, or what it makes of tensors that a model had a part in."""
         tensors = [value for value in _values(given, named) if isinstance(value, Tensor)]
-        if not any(tensor.requires_grad or hasattr(tensor, _OF_MODEL) for tensor in tensors):
+        if not any(t.requires_grad or hasattr(t, _OF_MODEL) or hasattr(t, _OF_GRADIENTS) for t in tensors):
             reads = func in _READS and tensors[0].numel() == 1 and not caller.startswith(_OTHERS)
             if reads and self._outside():
                 self.numbers.append(float(made[0] if isinstance(made, list) else made))

@@ -13,6 +13,7 @@ import torch
 
 from nnscaler.errors import NnscalerError
 from verify.evidence.inputs.random_state import seed_all
+from verify.external.ranks.dtensor_attention import register_attention
 from verify.external.ranks.torch_private import FileStore
 from verify.external.torchrun.cuda_on_cpu import cpu_changes, replaced
 from verify.external.torchrun.feed import RanksFeed
@@ -68,8 +69,14 @@ def run_script(start: Start, save: Callable[[ScriptRecord], None], feed: RanksFe
     """
     gc.freeze()  # what is there holds no model of the script, and `outermost` need not look at it
     os.environ.update(torchrun_environment(start))
+    register_attention()
     _seed(start.rank)
-    watch = ScriptWatch(start, save, feed)
+
+    def saved(record: ScriptRecord) -> None:
+        _check_accelerate()
+        save(record)
+
+    watch = ScriptWatch(start, saved, feed)
     module, words = start.words[0] == "-m", start.words[start.words[0] == "-m" :]
     sys.argv = list(words)
     sys.path.insert(0, str(Path.cwd()) if module else str(Path(words[0]).resolve().parent))
@@ -88,9 +95,28 @@ def run_script(start: Start, save: Callable[[ScriptRecord], None], feed: RanksFe
                 error = ScriptExit(f"the script ended itself: sys.exit({stop.code!r})")
                 raise error.with_traceback(stop.__traceback__) from None
     if not watch.stopped:
-        save(watch.record())
+        saved(watch.record())
 
 
+def _check_accelerate() -> None:
+    """Check that accelerate has not put DDP in the place of what the script asks for, as it does on a CPU."""
+    states = sys.modules.get("accelerate.state")
+    taken = None if states is None else states.AcceleratorState._shared_state.get("distributed_type")
+    if taken is None or taken.value != "MULTI_CPU":
+        return
+    for variable, asked in _ASKED_OF_ACCELERATE.items():
+        if os.environ.get(variable, "").lower() == "true":
+            raise RuntimeError(
+                f"the script asks accelerate for {asked}, and on a CPU accelerate takes DDP in its place, which says "
+                f"nothing about {asked}: verify the calls that it makes, such as fully_shard, in a check file"
+            )
+
+
+_ASKED_OF_ACCELERATE = {  # by its plugins, or by `accelerate launch`
+    "ACCELERATE_USE_FSDP": "FSDP",
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+}
 _UNSEEDED = 67280421310721  # of torch's generator in a fresh process
 
 

@@ -307,6 +307,7 @@ class ScriptWatch:
         self._stepping -= 1
         if self._stepping:
             return
+        self._mode.forget_gradients()
         settings = tuple(settings_of(group) for group in optimizer.param_groups)
         taken = {kind: len(events) for kind, events in self._events.items()}
         if self._feed is not None:

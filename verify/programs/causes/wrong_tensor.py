@@ -102,7 +102,7 @@ class WrongTensor:
         if value.shape != other.shape or not value.numel():
             return value.shape == other.shape
         allowed = self.close * max(largest(other), FAMILY_SHARE * max(self.scale, largest(self.expected)))
-        return bool(((value - other).abs() <= allowed).all())
+        return isfinite(allowed) and bool(((value - other).abs() <= allowed).all())
 
     def is_made(self, make: Make) -> bool:
         """Return whether each wrong piece is what is made for its place."""

@@ -1,7 +1,7 @@
 """Context parallelism, expert parallelism and sharded optimizers by hand.
 
-Torch's own `context_parallel` knows the attention kernels of GPUs only, so that its two ways are written out here: keys
-and values gathered, and heads exchanged for places (Ulysses).
+Torch's own `context_parallel` sends keys and values around. Two other ways are written out here: keys and values
+gathered, and heads exchanged for places (Ulysses).
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.experimental._attention import context_parallel_unshard, set_rotate_method
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional as F
 
@@ -54,3 +56,29 @@ def test_a_whole_mask_of_divided_heads_makes_the_heads_whole() -> None:
 
     for result in run_ranks(on_rank, 2).results:
         torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("rotate", ["allgather", "alltoall"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_attention_over_shards_of_the_sequence(rotate: str, dtype: torch.dtype) -> None:
+    """As `context_parallel` divides it: a causal one, whose rows are dealt out so that ranks have as much to do."""
+    register_attention()
+    torch.manual_seed(0)
+    whole = [torch.randn(2, 4, 8, 8, dtype=dtype) for _ in range(4)]
+    plain = [tensor.clone().requires_grad_() for tensor in whole[:3]]
+    F.scaled_dot_product_attention(*plain, is_causal=True).backward(whole[3])
+
+    def on_rank(rank: int) -> list[Tensor]:
+        mesh = init_device_mesh("cpu", (2,))
+        set_rotate_method(rotate)
+        mine = [tensor.clone() for tensor in whole]
+        with context_parallel(mesh, buffers=mine, buffer_seq_dims=[2] * 4):
+            q, k, v, gradient = (tensor.clone().requires_grad_() for tensor in mine)
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).backward(gradient)
+        found: list[Tensor] = context_parallel_unshard(mesh, [t.grad for t in (q, k, v)], [2] * 3)
+        return found
+
+    bound = 1e-12 if dtype == torch.float64 else 1e-5
+    for result in run_ranks(on_rank, 2).results:
+        for tensor, right in zip(result, (t.grad for t in plain), strict=True):
+            torch.testing.assert_close(tensor, right, rtol=bound, atol=bound)

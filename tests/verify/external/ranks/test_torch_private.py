@@ -13,13 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-import torch.distributed.tensor.experimental  # loads the module of context parallelism
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.parallel import loss_parallel
 
 from nnscaler.runtime.start_autograd import start_autograd
@@ -132,6 +132,24 @@ def test_one_rank_is_inside_of_loss_parallel_while_another_is_not() -> None:
     assert first[0] > outside
     assert second == [outside, outside]
     assert first[1] == handlers() == outside
+
+
+def test_a_rank_in_context_parallel_keeps_the_handlers_of_its_loss_parallel() -> None:
+    """Context parallelism puts a copy of DTensor's table in its place, and the table itself back at its end."""
+    outside = dict(DTensor._op_dispatcher._custom_op_handlers)
+
+    def work(rank: int) -> int:
+        mesh = init_device_mesh("cpu", (2,))
+        with loss_parallel(), context_parallel(mesh, buffers=[torch.ones(4)], buffer_seq_dims=[0]):
+            for _ in range(rank + 1):
+                dist.barrier(mesh.get_group())
+        inside = len(DTensor._op_dispatcher._custom_op_handlers)
+        for _ in range(1 - rank):
+            dist.barrier(mesh.get_group())
+        return inside
+
+    assert run_ranks(work, 2).results == (len(outside), len(outside))
+    assert outside == DTensor._op_dispatcher._custom_op_handlers
 
 
 def test_hooks_of_all_modules_are_a_rank_s_own() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from verify.external.torchrun.cuda_on_cpu import CPU, on_cpu
-from verify.external.torchrun.data_tensors import close, exchanged, settings_of, varied
+from verify.external.torchrun.data_tensors import ScriptMode, close, exchanged, settings_of, varied
 from verify.external.torchrun.feed import Material, RanksFeed, Way
 from verify.external.torchrun.match_one_rank import Layout, NoParts, parts_of, rank_records, reference_of, unmatched
 from verify.external.torchrun.records import Events, HeldInScript, ScriptRecord, SeenStep, Unmatched
@@ -134,6 +134,22 @@ def test_the_optimizer_gets_the_settings_of_the_ranks() -> None:
 def test_settings_are_numbers_alone() -> None:
     group = {"params": [], "lr": torch.tensor(0.5), "betas": (0.9, 0.99), "foreach": None, "maximize": False, "eps": 1}
     assert settings_of(group) == {"lr": 0.5, "betas": (0.9, 0.99), "eps": 1}
+
+
+# Numbers that a script reads.
+
+
+def test_a_norm_of_gradients_is_no_number_of_the_data() -> None:
+    weight, labels = nn.Parameter(torch.ones(3)), torch.tensor([1, 2, -100])
+    mode = ScriptMode(lambda note: None, lambda: True, lambda: True, lambda kind, given: given, lambda t: t, False)
+    with mode:
+        (weight**2).sum().backward()
+        assert weight.grad is not None
+        own = torch.from_numpy(weight.grad.numpy())  # shares its memory, which no mode sees: as `to_local` of a DTensor
+        own.mul_(min(1.0, 1.0 / nn.utils.get_total_norm([own]).item()))
+        count = (labels != -100).sum().item()
+    assert mode.measured
+    assert mode.numbers == [count]
 
 
 # Parameters that are cut by hand.

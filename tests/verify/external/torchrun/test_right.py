@@ -45,6 +45,8 @@ TURNS, PART = "in turn", "on each data part by itself"
         pytest.param("two_dimensions.py", 3, WHOLE, marks=pytest.mark.long),
         pytest.param("two_dimensions.py", 4, WHOLE, marks=pytest.mark.long),  # see below
         pytest.param("two_dimensions.py --same-rows", 4, WHOLE, marks=pytest.mark.long),
+        pytest.param("attention.py", 2, OWN, marks=pytest.mark.long),
+        pytest.param("attention.py --context", 2, OWN, marks=pytest.mark.long),
         pytest.param("pipeline.py", 2, OWN, marks=pytest.mark.long),
         pytest.param("pipeline.py --schedule 1f1b", 3, OWN, marks=pytest.mark.long),
         pytest.param("pipeline.py --clip", 2, OWN, marks=pytest.mark.long),
@@ -168,6 +170,20 @@ def test_ranks_of_accelerate_are_those_of_torchrun(tmp_path: Path) -> None:
     report = verify_script([str(script)], ranks=2)
     assert report.verdict is Verdict.TESTED_EXACT, told(report)
     assert "data parts, by what the ranks took in: 0; 1 (ranks)" in report.notes
+
+
+def test_ddp_in_the_place_of_fsdp_decides_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    script = tmp_path / "plugin.py"
+    plugin = "fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), "
+    script.write_text(
+        ACCELERATED.replace("Accelerator(", f"Accelerator({plugin}").replace(
+            "import A", "import FullyShardedDataParallelPlugin, A"
+        )
+    )
+    report = verify_script([str(script)], ranks=2)
+    assert report.verdict is Verdict.INCONCLUSIVE, told(report)
+    assert "the script asks accelerate for FSDP, and on a CPU accelerate takes DDP" in report.findings[0].message
 
 
 def test_a_script_that_starts_its_ranks_decides_nothing(tmp_path: Path) -> None:
