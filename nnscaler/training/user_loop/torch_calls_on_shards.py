@@ -74,7 +74,7 @@ class _Trained:
 
 
 @dataclass(frozen=True)
-class _Watched:
+class _LiveEngine:
     """What is known of an engine.
 
     thread    that made it
@@ -92,7 +92,7 @@ class _Watched:
         return self.thread not in (current_thread(), main_thread()) and self.thread.is_alive()
 
 
-_engines: weakref.WeakKeyDictionary[Trains, _Watched] = weakref.WeakKeyDictionary()
+_engines: weakref.WeakKeyDictionary[Trains, _LiveEngine] = weakref.WeakKeyDictionary()
 _lock = Lock()  # ranks may be threads
 _passed: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
 
@@ -103,7 +103,7 @@ def watch(engine: Trains, module: nn.Module | None) -> None:
     with _lock:
         _install()
         held = (lambda: None) if module is None else weakref.ref(module)
-        _engines[engine] = _Watched(current_thread(), held, 0 if module is None else _versions(module))
+        _engines[engine] = _LiveEngine(current_thread(), held, 0 if module is None else _versions(module))
 
 
 @cache

@@ -47,7 +47,7 @@ _HELP = "set it in the operator's own file, or give it to the operator as an arg
 
 
 @dataclass(frozen=True)
-class _Trial:
+class _SmallCall:
     """One small call of an operator. `seed`: of cotangents, and of what the operator draws itself."""
 
     spec: OperatorSpec
@@ -88,7 +88,7 @@ def check_operators_alone(
     return outcome_of(check, [_finding(spec, text) for spec, text in mistakes.values()]), None
 
 
-def _apart(files: Sequence[Path], trials: Sequence[_Trial]) -> list[str | None] | Died | TimedOut | str:
+def _apart(files: Sequence[Path], trials: Sequence[_SmallCall]) -> list[str | None] | Died | TimedOut | str:
     if not subprocess_isolation.can_run_apart():
         return "no child process can be forked here"
     try:
@@ -113,7 +113,7 @@ def _located(name: str, folder: Path) -> Path | None:
     return None if path is not None and main is not None and Path(main).resolve() == path else path
 
 
-def _trials(graph: Graph, seed: int) -> Iterator[_Trial]:
+def _trials(graph: Graph, seed: int) -> Iterator[_SmallCall]:
     """Yield two draws of one small call of each form in which the model calls an operator of the user's."""
     seen: set[tuple[int, str]] = set()
     for signature in {id(s): s for s in signatures(graph).values()}.values():  # layers that repeat share theirs
@@ -129,10 +129,10 @@ def _trials(graph: Graph, seed: int) -> Iterator[_Trial]:
         seen.add((id(spec), small.form))
         for kind in _KINDS:
             inputs = replace(small.inputs, kind=kind)
-            yield _Trial(spec, small.runner.concrete(inputs), inputs.seed)
+            yield _SmallCall(spec, small.runner.concrete(inputs), inputs.seed)
 
 
-def _compare(files: Sequence[Path], trials: Sequence[_Trial]) -> list[str | None]:
+def _compare(files: Sequence[Path], trials: Sequence[_SmallCall]) -> list[str | None]:
     """Say of each trial how its result differs once the user's modules are forgotten and the files imported; None where
     it does not. For a child process, which ends then."""
     before = [trial.run(trial.spec) for trial in trials]
@@ -142,7 +142,7 @@ def _compare(files: Sequence[Path], trials: Sequence[_Trial]) -> list[str | None
     return [_differs(trial, result) for trial, result in zip(trials, before, strict=True)]
 
 
-def _differs(trial: _Trial, before: WholeRun | str) -> str | None:
+def _differs(trial: _SmallCall, before: WholeRun | str) -> str | None:
     spec = default_registry().lookup(trial.spec.name)
     if isinstance(before, str) or spec is None:
         return None  # the lemmas show what raises; where no file registers it, a rank says so when it starts
