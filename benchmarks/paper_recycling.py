@@ -24,7 +24,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation_annotations import Signature, signatures
 from nnscaler.planning.plan_from_axes import make_plan
-from nnscaler.planning.recycling_pipelines import runs_of
+from nnscaler.planning.stages_of_recycling_models import runs_of
 from nnscaler.scheduling.timeline import PassCosts, simulate
 from nnscaler.transform.plan import DP, PP, TP, Plan, RecomputeStep, Step
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from math import prod
 
 from nnscaler.communication.communicated_graph import Compute, StageProgram, again_in, kept_inputs
-from nnscaler.communication.stage_memory import stage_memory
+from nnscaler.communication.stage_memory_and_work import stage_memory
 from nnscaler.ir.graph import Graph, element_bytes
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.layout import local_shape
-from nnscaler.performance.predict import Prediction, Programmed, programmed
+from nnscaler.performance.predict_step_time import Prediction, Programmed, programmed
 from nnscaler.performance.stage_prices import StagePrices
 from nnscaler.planning.cost.model_protocol import CostModel
 from nnscaler.scheduling.registry import get_schedule

@@ -214,7 +214,7 @@ def order(repeats: int) -> None:
     from nnscaler.cli.main import main as command
     from nnscaler.compile import WantedPlan, compile_traced
     from nnscaler.ir.operation_annotations import signatures
-    from nnscaler.performance.predict import replay
+    from nnscaler.performance.predict_step_time import replay
     from nnscaler.planning.cluster.detect_this_machine import found_cluster
     from nnscaler.planning.constraints import sizes
     from nnscaler.planning.cost.measured_profile import load_profile

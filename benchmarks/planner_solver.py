@@ -20,9 +20,9 @@ import numpy as np
 
 from nnscaler.planning.solver.fold_equal_layers import solve_folded
 from nnscaler.planning.solver.highs import columns_of, optimise
-from nnscaler.planning.solver.pareto_frontier import hull
 from nnscaler.planning.solver.problem import ChoiceProblem, Edge, Node, Table
 from nnscaler.planning.solver.solve import solve_within
+from nnscaler.planning.solver.sweep_memory_price import hull
 from tests.nnscaler.planning.solver.flat import eliminate
 
 CHAINS = ((64, 8, False), (64, 16, False), (512, 8, False), (512, 8, True), (512, 16, False), (4096, 16, True))

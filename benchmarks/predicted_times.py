@@ -111,7 +111,7 @@ def time_of(model: str, folder: Path, rounds: int) -> tuple[float, list[Row]]:
     from nnscaler.compile import WantedPlan, compile_traced, make
     from nnscaler.ir.operation_annotations import signatures
     from nnscaler.model_file import load_model_file
-    from nnscaler.performance.predict import replay
+    from nnscaler.performance.predict_step_time import replay
     from nnscaler.planning.cost.measured_profile import load_profile
     from nnscaler.planning.cost.profile_cost import TableCost
     from nnscaler.runtime.jobs.job import JobSpecification

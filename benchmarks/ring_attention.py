@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
-from nnscaler.runtime.communication import comm
-from nnscaler.runtime.communication.comm import AxisGroup
+from nnscaler.runtime.communication import differentiable_collectives as comm
 from nnscaler.runtime.communication.communicator import Communicator
+from nnscaler.runtime.communication.differentiable_collectives import AxisGroup
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.ops import causal_rows, ring_attention
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from nnscaler.ir.precision import Precision
     from nnscaler.planning.auto_plan_request import AutoPlan
     from nnscaler.training.engine import Engine, start
-    from nnscaler.training.part.module import parallelize_part
+    from nnscaler.training.model_part.module import parallelize_part
     from nnscaler.training.saving.checkpoints import Checkpoints
     from nnscaler.training.saving.export import export_weights
     from nnscaler.training.saving.weights import load_weights
@@ -55,7 +55,7 @@ _HOMES = {
     "export_weights": "nnscaler.training.saving.export",
     "load_weights": "nnscaler.training.saving.weights",
     "parallelize": "nnscaler.compile",
-    "parallelize_part": "nnscaler.training.part.module",
+    "parallelize_part": "nnscaler.training.model_part.module",
     "register_op": "op_registry.register",
     "start": "nnscaler.training.engine",
 }

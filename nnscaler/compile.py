@@ -24,8 +24,8 @@ from nnscaler.communication.insert_conversions import materialise
 from nnscaler.communication.pipedream_restrictions import check_stream
 from nnscaler.communication.recompute_cheap_outputs import as_light_as
 from nnscaler.communication.search_pass_order import with_orders
-from nnscaler.communication.stage_calls import ranks_text
-from nnscaler.communication.stage_memory import stage_memory, stage_work
+from nnscaler.communication.stage_communication_calls import ranks_text
+from nnscaler.communication.stage_memory_and_work import stage_memory, stage_work
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.operation_annotations import Signature, signatures

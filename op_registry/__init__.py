@@ -3,8 +3,8 @@
 Importing this package is light: torch is imported by `register_op` when it is used.
 """
 
+from op_registry.annotation.bind_sizes import BoundAnnotation, BoundDim, BoundOperand, Factor, bind
 from op_registry.annotation.parser import parse
-from op_registry.annotation.sizes import BoundAnnotation, BoundDim, BoundOperand, Factor, bind
 from op_registry.annotation.splits import Shard, shard_of, splittable
 from op_registry.annotation.syntax_tree import Annotation, print_annotation
 from op_registry.annotation.well_formed import check

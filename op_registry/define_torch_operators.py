@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from op_registry.kept_state import nothing_kept
+from op_registry.restore_state_after_trace import nothing_kept
 
 NAMESPACE = "nnscaler_user"
 

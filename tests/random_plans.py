@@ -21,7 +21,7 @@ from nnscaler.codegen.program import Program
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.errors import NnscalerError
 from nnscaler.instructions import Instruction, Kind, waits_of
-from nnscaler.ir.derive import explain_illegal_choices
+from nnscaler.ir.derive_operand_layouts import explain_illegal_choices
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.operation_annotations import Signature, signatures
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
@@ -37,7 +37,7 @@ from verify.programs.opened_program import open_program
 from verify.programs.prepare_verification import Prepared, matched_draws
 from verify.programs.reference.eager import ReferenceSettings, randomise_parameters, run_reference
 from verify.programs.request import PlanRequest
-from verify.programs.run import run_and_compare
+from verify.programs.verification_phases import run_and_compare
 from verify.results.finding import Finding
 from verify.results.verdict import Verdict, merge
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 from nnscaler.cli.main import build_parser, main
-from verify.results.catalogue import CODES, page
+from verify.results.finding_codes import CODES, page
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS, FINDINGS, API = "reference/commands", "reference/findings", "reference/api"

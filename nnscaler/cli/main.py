@@ -89,7 +89,7 @@ def build_parser(defaults: Mapping[str, object] | None = None) -> argparse.Argum
     from nnscaler.cli.commands import (
         checkpoint,
         compile_command,
-        explain,
+        explain_finding_code,
         gate,
         list_things,
         plan,
@@ -126,7 +126,7 @@ def build_parser(defaults: Mapping[str, object] | None = None) -> argparse.Argum
         verify_op,
         verify_external,
         gate,
-        explain,
+        explain_finding_code,
         reproduce,
         self_test,
         list_things,

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
+from nnscaler.communication.bucketed_parameter_calls import rest_calls
 from nnscaler.communication.communicated_graph import CommunicatedGraph
-from nnscaler.communication.sharded_parameter_calls import rest_calls
-from nnscaler.communication.stage_calls import CallClass, CallSite, Ranks, calls_of_stage, ranks_text
+from nnscaler.communication.stage_communication_calls import CallClass, CallSite, Ranks, calls_of_stage, ranks_text
 from nnscaler.ir.ring_rotation_calls import ROTATE
 from nnscaler.manifest import CommunicationClass, CommunicationProfile, CommunicationTotal, When
 from nnscaler.scheduling.schedule import BACKWARD, Schedule

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.derive import input_layouts
+from nnscaler.ir.derive_operand_layouts import input_layouts
 from nnscaler.ir.graph import LogicalTensor
 from nnscaler.ir.layout_conversion import find_path
 from nnscaler.ir.operation_annotations import Signature

@@ -25,7 +25,7 @@ from nnscaler.communication.communicated_graph import (
     writes,
 )
 from nnscaler.communication.insert_conversions import materialise
-from nnscaler.communication.stage_memory import kept_bytes, stage_memory
+from nnscaler.communication.stage_memory_and_work import kept_bytes, stage_memory
 from nnscaler.errors import few
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation_annotations import Signature

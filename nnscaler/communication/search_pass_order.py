@@ -11,7 +11,13 @@ from dataclasses import replace
 from math import ceil, inf
 
 from nnscaler.communication.communicated_graph import CommunicatedGraph
-from nnscaler.communication.stage_memory import StageWork, kept_bytes, kept_for_weights, stage_memory, stage_work
+from nnscaler.communication.stage_memory_and_work import (
+    StageWork,
+    kept_bytes,
+    kept_for_weights,
+    stage_memory,
+    stage_work,
+)
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.planning.sharding.parameter_and_activation_memory import OPTIMIZER_BYTES

@@ -11,7 +11,7 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from op_registry.annotation.sizes import BoundAnnotation
+from op_registry.annotation.bind_sizes import BoundAnnotation
 from op_registry.annotation.syntax_tree import UNSPLIT
 from op_registry.bind_annotation import bind_call, linear_sets
 from op_registry.call import Call

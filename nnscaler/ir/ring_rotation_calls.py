@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from nnscaler.ir.derive import circulating_slots
+from nnscaler.ir.derive_operand_layouts import circulating_slots
 from nnscaler.ir.graph import LogicalTensor, gradient_dtype
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from nnscaler.communication.stage_calls import ranks_text
+from nnscaler.communication.stage_communication_calls import ranks_text
 from nnscaler.timeline_events import RECEIVED, SENT, DeviceRanks, Event, StepEvents
 
 _MICROSECONDS = 1e6

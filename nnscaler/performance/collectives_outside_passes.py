@@ -7,9 +7,9 @@ from functools import partial
 from itertools import pairwise
 from typing import cast
 
+from nnscaler.communication.bucketed_parameter_calls import rest_calls
 from nnscaler.communication.communicated_graph import CommunicatedGraph
-from nnscaler.communication.sharded_parameter_calls import rest_calls
-from nnscaler.communication.stage_calls import CallSite, Part, loss_calls
+from nnscaler.communication.stage_communication_calls import CallSite, Part, loss_calls
 from nnscaler.planning.cost.collectives import bucket_seconds
 from nnscaler.planning.cost.model_protocol import AxisPlace, Collective, CostModel
 

@@ -16,7 +16,7 @@ from op_registry.call import Call, DType, TensorArgument
 
 from nnscaler.ir.graph import Operation
 from nnscaler.ir.operation_annotations import signatures
-from nnscaler.performance.time_steps import Listener, Steps, Workplace, time_steps, with_overheads
+from nnscaler.performance.measure_step_overheads import Listener, Steps, Workplace, time_steps, with_overheads
 from nnscaler.planning.cluster.detect_this_machine import found_cluster
 from nnscaler.planning.cost.build_profile import collective_calls, measure
 from nnscaler.planning.cost.calls_to_measure import ShardCall

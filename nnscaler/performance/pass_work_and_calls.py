@@ -22,11 +22,11 @@ from nnscaler.communication.communicated_graph import (
     repeated_in_backward,
 )
 from nnscaler.communication.communication_volume import call_sites
-from nnscaler.communication.gathered_parameters import gathered_again
-from nnscaler.communication.stage_calls import CallSite, Part
+from nnscaler.communication.parameter_gather_statements import gathered_again
+from nnscaler.communication.stage_communication_calls import CallSite, Part
 from nnscaler.instructions import Kind
 from nnscaler.performance.collectives_outside_passes import in_turn
-from nnscaler.performance.predict import Prediction
+from nnscaler.performance.predict_step_time import Prediction
 from nnscaler.timeline_events import RECEIVED, SENT, Ranks
 
 

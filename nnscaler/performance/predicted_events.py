@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from nnscaler.communication.communicated_graph import CommunicatedGraph
 from nnscaler.instructions import Kind
 from nnscaler.performance.pass_work_and_calls import Piece, PieceCall, Pieces
-from nnscaler.performance.predict import Prediction
+from nnscaler.performance.predict_step_time import Prediction
 from nnscaler.timeline_events import RECEIVED, SENT, VERSION, DeviceRanks, Event, Ranks, StepEvents
 
 

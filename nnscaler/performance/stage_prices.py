@@ -17,8 +17,8 @@ from nnscaler.communication.communicated_graph import (
     computed_again,
     times_of,
 )
-from nnscaler.communication.gathered_parameters import gathered_again, parameter_gathers
-from nnscaler.communication.sharded_parameter_moves import RestPhase, moves_of, rest_moves
+from nnscaler.communication.implicit_parameter_moves import RestPhase, moves_of, rest_moves
+from nnscaler.communication.parameter_gather_statements import gathered_again, parameter_gathers
 from nnscaler.communication.zero_bubble_split import StatementHalves, statement_halves
 from nnscaler.communication_buckets import AHEAD_BYTES, BATCHES, SHARED_BYTES, gathered_ahead
 from nnscaler.ir.graph import Graph, element_bytes, gradient_dtype
@@ -28,8 +28,8 @@ from nnscaler.ir.placement import Stage
 from nnscaler.ir.ring_rotation_calls import Direction, as_computed, rotations
 from nnscaler.layout import full_along, local_shape
 from nnscaler.performance.collectives_outside_passes import PricedCall, last_of, taken
+from nnscaler.planning.cost.flops_and_memory_traffic import computes_in
 from nnscaler.planning.cost.model_protocol import AxisPlace, Collective, CostModel
-from nnscaler.planning.cost.work import computes_in
 
 ADDING = 1.5  # a sum in place reads two tensors and writes one, where a copy reads one and writes one
 

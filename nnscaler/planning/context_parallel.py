@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from op_registry.annotation.splits import balanced
 
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.derive import around_axis, explain_illegal_choice, is_legal
+from nnscaler.ir.derive_operand_layouts import around_axis, explain_illegal_choice, is_legal
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice, Split

@@ -11,14 +11,14 @@ from difflib import get_close_matches
 from types import MappingProxyType
 
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.derive import explain_illegal_choices
+from nnscaler.ir.derive_operand_layouts import explain_illegal_choices
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial
-from nnscaler.planning.beam_search import cheapest_choices
+from nnscaler.planning.beam_search_axis_choices import cheapest_choices
+from nnscaler.planning.choose_coshard_regions import coshard_steps
 from nnscaler.planning.constraints import Constraint, all_of, megatron, sequence_parallel
 from nnscaler.planning.constraints import replicate as kept_whole
-from nnscaler.planning.coshard import coshard_steps
 from nnscaler.planning.parse_axes import BALANCED, parse_axes, ranks_in
 from nnscaler.planning.plan_from_axes import make_plan, steps_of
 from nnscaler.scheduling.schedule import ScheduleKind

@@ -8,18 +8,18 @@ from dataclasses import replace
 from op_registry.annotation.splits import balanced
 
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.derive import explain_illegal_choices
+from nnscaler.ir.derive_operand_layouts import explain_illegal_choices
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, Split
 from nnscaler.layout import Sharded
-from nnscaler.planning.beam_search import cheapest_choices
+from nnscaler.planning.beam_search_axis_choices import cheapest_choices
 from nnscaler.planning.constraints.interlaced import interlaced_stages, of_layers, shared_ends
 from nnscaler.planning.constraints.kinds import SharedEnds
 from nnscaler.planning.context_parallel import context_parallel
-from nnscaler.planning.experts import batch_axes, expert_steps
+from nnscaler.planning.expert_parallel import batch_axes, expert_steps
 from nnscaler.planning.parse_axes import BALANCED, OWNED
-from nnscaler.planning.recycling_pipelines import partition_runs, runs_of
+from nnscaler.planning.stages_of_recycling_models import partition_runs, runs_of
 from nnscaler.scheduling.interlaced import around
 from nnscaler.scheduling.registry import DEFAULT, get_schedule, with_schedule
 from nnscaler.scheduling.schedule import ScheduleKind

@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from nnscaler.runtime.program.colliding_imports import is_private
-from nnscaler.runtime.role import LOSS
+from nnscaler.runtime.stage_base_class import LOSS
 
 _CACHES = "transformers.cache_utils"  # of keys and values, to generate from: no result that somebody waits for
 _PLAIN = (bool, int, float, str, type(None))

@@ -15,16 +15,16 @@ from op_registry.spec import SourceLocation
 from nnscaler.errors import NnscalerError, few
 from nnscaler.ir.graph import LOSS, Graph
 from nnscaler.runtime.training.autocast import AskedDtypes
-from nnscaler.tracing.export.locations import location_of_exception, model_errors
 from nnscaler.tracing.export.loss_module import results_of
 from nnscaler.tracing.export.module_copies import copied
-from nnscaler.tracing.export.mutated_attributes import (
+from nnscaler.tracing.export.mutated_attributes_and_draws import (
     Again,
     attributes_kept,
     draws_located,
     generator_states,
     set_generator_states,
 )
+from nnscaler.tracing.export.user_source_locations import location_of_exception, model_errors
 from nnscaler.tracing.float64_run import exact, exact_tensor, own_dtype, run_backward, without_dropout
 from nnscaler.tracing.run_graph import run_graph
 from nnscaler.tracing.sample_inputs import SampleInputs

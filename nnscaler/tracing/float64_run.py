@@ -19,10 +19,10 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
-from nnscaler.runtime.ops.layer_ops import grouped_mm
+from nnscaler.runtime.ops.embedding_and_batch_norm import grouped_mm
 from nnscaler.runtime.training.autocast import autocast_on
 from nnscaler.tracing.export.module_copies import hidden_modules
-from nnscaler.tracing.passes.random_draws import DRAWING, FixedDraws
+from nnscaler.tracing.passes.lower_random_draws import DRAWING, FixedDraws
 
 Draws = AbstractContextManager[Any]  # opened around every function of torch that may draw
 

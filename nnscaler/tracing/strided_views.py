@@ -16,7 +16,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from nnscaler.errors import NnscalerError
-from nnscaler.tracing.export.locations import location_of_trace
+from nnscaler.tracing.export.user_source_locations import location_of_trace
 
 _HELP = (
     "say which elements are meant with views that do not depend on memory (unfold, slicing, reshape), or put it in a "

@@ -24,7 +24,7 @@ from nnscaler.tracing.export.custom_gradients import (
 )
 from nnscaler.tracing.export.loss_module import LossModule, is_meta, mode_note, result_notes
 from nnscaler.tracing.export.module_copies import refuse_shared_memory
-from nnscaler.tracing.export.mutated_attributes import told_of_attributes, told_of_draws
+from nnscaler.tracing.export.mutated_attributes_and_draws import told_of_attributes, told_of_draws
 from nnscaler.tracing.float64_run import device_of
 from nnscaler.tracing.fsdp_precision import mixed, with_masters
 from nnscaler.tracing.passes import run_passes

@@ -27,12 +27,12 @@ from nnscaler.runtime.training.cut_batch import DataPart
 from nnscaler.scheduling.registry import get_schedule, is_stream
 from nnscaler.scheduling.schedule import ScheduleKind
 from nnscaler.training.compile_once import compile_once
-from nnscaler.training.data import Loader, SampleOrder, loader
 from nnscaler.training.engine import Engine
 from nnscaler.training.functional_optimizer import state_bytes
-from nnscaler.training.make_batches import Collate
+from nnscaler.training.pack_and_collate_samples import Collate
 from nnscaler.training.read_settings import compile_request
 from nnscaler.training.recompilation import Vouch
+from nnscaler.training.sample_order_and_loader import Loader, SampleOrder, loader
 from nnscaler.training.settings import Code, HookSettings, OptimizerSettings, ScheduleSettings, TrainSettings
 from nnscaler.training.splittable_optimizers import parameter_groups
 from nnscaler.transform.plan import Plan

@@ -31,7 +31,7 @@ from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.factory import torch_communicator
 from nnscaler.runtime.communication.join_process_group import ProcessPlace, choose_device, join, torchrun_place
 from nnscaler.runtime.program.program_directory import groups_of, pairs_of
-from nnscaler.runtime.role import INPUT_GRADIENT, RunContext
+from nnscaler.runtime.stage_base_class import INPUT_GRADIENT, RunContext
 from nnscaler.runtime.training.async_pipeline import StreamExecutor
 from nnscaler.runtime.training.cut_batch import DataPart, data_part
 from nnscaler.runtime.training.executor import RankExecutor
@@ -39,7 +39,6 @@ from nnscaler.runtime.training.saving.rank_tensors import StoredTensor, held_by_
 from nnscaler.runtime.training.saving.shards_as_boxes import gathered_state
 from nnscaler.tracing.sample_inputs import named_tensors
 from nnscaler.training.check_replicas import check_replicas, check_same_model, check_same_stream
-from nnscaler.training.data import Loader, SampleOrder, loader
 from nnscaler.training.program_runner import (
     EngineSettings,
     Running,
@@ -63,9 +62,10 @@ from nnscaler.training.recompilation import (
     valueless,
     whole_batch,
 )
+from nnscaler.training.sample_order_and_loader import Loader, SampleOrder, loader
 from nnscaler.training.splittable_optimizers import build_optimizer
 from nnscaler.training.user_loop.module_changes import told_of_changes
-from nnscaler.training.user_loop.torch_calls_on_shards import watch
+from nnscaler.training.user_loop.refuse_torch_calls_on_shards import watch
 
 Batch = Mapping[str, Tensor] | Sequence[Tensor]
 
@@ -221,7 +221,7 @@ class Engine:
         return running.executor.results
 
     def loader(self, dataset: Any, batch_size: int, *, shuffle: bool = False, **options: Any) -> Loader:
-        """Return a loader of this part's rows of each batch; `options`: of `data.SampleOrder` and `data.loader`."""
+        """Return a loader of this part's rows of each batch; `options`: of `SampleOrder` and `loader`."""
         order = SampleOrder(batch_size, shuffle, options.pop("seed", 0), options.pop("drop_last", False))
         made = loader(dataset, order, self.data_part, **options)
         made.agree = partial(check_same_stream, self.communicator)

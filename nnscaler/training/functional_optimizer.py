@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from op_registry.builtin.optimizers import NO_UPDATE, UPDATES
-from op_registry.code_numbers import numbers_in, numbers_of
+from op_registry.numbers_in_user_code import numbers_in, numbers_of
 
 from nnscaler.errors import NnscalerError
 

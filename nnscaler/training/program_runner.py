@@ -15,8 +15,8 @@ from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.keep_freed_memory import keep_freed_memory
 from nnscaler.runtime.program.load_python import letting_go, load_role
 from nnscaler.runtime.program.program_directory import rank_with_loss
-from nnscaler.runtime.role import INPUT_GRADIENT, Buffer, Parameter, Stage
 from nnscaler.runtime.shards import shard
+from nnscaler.runtime.stage_base_class import INPUT_GRADIENT, Buffer, Parameter, Stage
 from nnscaler.runtime.training.async_pipeline import executor_of
 from nnscaler.runtime.training.autocast import dtype_named
 from nnscaler.runtime.training.build_stages import one_tensor

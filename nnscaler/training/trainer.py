@@ -40,12 +40,12 @@ from nnscaler.training.build_from_settings import (
     training_order,
 )
 from nnscaler.training.check_replicas import check_replicas
-from nnscaler.training.data import Loader, SampleOrder
 from nnscaler.training.engine import Batch, Engine, start
 from nnscaler.training.local_ranks import STORE
 from nnscaler.training.loggers import Logger, StepProfiler, StepReport, ValidationReport, make_loggers, memory_in_use
 from nnscaler.training.read_settings import idle, ranks_of, settings_of
 from nnscaler.training.recompilation import Vouch
+from nnscaler.training.sample_order_and_loader import Loader, SampleOrder
 from nnscaler.training.saving.checkpoints import Checkpoints
 from nnscaler.training.saving.weights import as_user_error, load_weights
 from nnscaler.training.scaler import LossScaler, has_nonfinite, on_any_rank

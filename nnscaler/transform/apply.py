@@ -8,7 +8,7 @@ from itertools import takewhile
 from math import prod
 
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.derive import explain_illegal_choices
+from nnscaler.ir.derive_operand_layouts import explain_illegal_choices
 from nnscaler.ir.graph import Graph, is_free_name
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice, PartitionedGraph, Placement, Stage

@@ -15,10 +15,10 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from op_registry.annotation.sizes import BoundAnnotation
+from op_registry.annotation.bind_sizes import BoundAnnotation
 
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.derive import even_or_balanced, is_legal
+from nnscaler.ir.derive_operand_layouts import even_or_balanced, is_legal
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.operation_annotations import Signature, signatures
 from nnscaler.ir.placement import Split

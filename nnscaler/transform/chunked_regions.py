@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.derive import (
+from nnscaler.ir.derive_operand_layouts import (
     even_or_balanced,
     explain_illegal_choice,
     explain_illegal_choices,

@@ -13,7 +13,7 @@ from math import gcd
 from op_registry.annotation.splits import balanced
 
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.derive import even_or_balanced, explain_illegal_choice
+from nnscaler.ir.derive_operand_layouts import even_or_balanced, explain_illegal_choice
 from nnscaler.ir.graph import Graph, LogicalTensor, Operation
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split

@@ -13,7 +13,13 @@ from math import inf
 from typing import Any
 
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.derive import explain_illegal_choices, input_states, output_states, over_slices, resolve
+from nnscaler.ir.derive_operand_layouts import (
+    explain_illegal_choices,
+    input_states,
+    output_states,
+    over_slices,
+    resolve,
+)
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.layout_conversion import STEP, find_path
 from nnscaler.ir.operation_annotations import Signature

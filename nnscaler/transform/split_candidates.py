@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from nnscaler.ir.derive import even_or_balanced, input_states, is_legal, output_states, resolve
+from nnscaler.ir.derive_operand_layouts import even_or_balanced, input_states, is_legal, output_states, resolve
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Split

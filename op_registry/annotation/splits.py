@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from op_registry.annotation.sizes import BoundAnnotation, BoundOperand
+from op_registry.annotation.bind_sizes import BoundAnnotation, BoundOperand
 from op_registry.annotation.syntax_tree import UNSPLIT
 
 

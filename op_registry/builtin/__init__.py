@@ -5,37 +5,44 @@ Importing this package needs no torch.
 """
 
 from op_registry.builtin.layers import (
-    interpolation,
+    attention_and_recurrent,
+    convolution_and_pooling,
     loss,
     normalization,
-    sequences,
-    windows,
+    resizing_and_grid_sampling,
 )
 from op_registry.builtin.numeric import (
     elementwise,
+    fourier_and_complex,
     matmul,
     matrix_decompositions,
     reductions,
-    spectral,
 )
-from op_registry.builtin.tensors import arrange, embedding, factories, index, pieces, views
+from op_registry.builtin.tensors import (
+    cat_and_split,
+    embedding_and_index_hooks,
+    factories,
+    index,
+    permute_repeat_pad,
+    views,
+)
 from op_registry.spec import OperatorSpec
 
 SPECS: tuple[OperatorSpec, ...] = (
-    *arrange.SPECS,
-    *sequences.SPECS,
-    *windows.SPECS,
+    *permute_repeat_pad.SPECS,
+    *attention_and_recurrent.SPECS,
+    *convolution_and_pooling.SPECS,
     *elementwise.SPECS,
-    *embedding.SPECS,
+    *embedding_and_index_hooks.SPECS,
     *factories.SPECS,
     *index.SPECS,
-    *interpolation.SPECS,
+    *resizing_and_grid_sampling.SPECS,
     *matrix_decompositions.SPECS,
     *loss.SPECS,
     *matmul.SPECS,
     *normalization.SPECS,
-    *pieces.SPECS,
+    *cat_and_split.SPECS,
     *reductions.SPECS,
-    *spectral.SPECS,
+    *fourier_and_complex.SPECS,
     *views.SPECS,
 )

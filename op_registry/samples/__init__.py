@@ -5,16 +5,16 @@ from __future__ import annotations
 from functools import cache
 
 from op_registry.samples import (
+    convolution_pooling_resizing,
     factories,
     indexing,
     linear_algebra,
     losses,
-    nn_layers,
     pointwise,
+    products_norms_attention,
     recurrent_spectral,
     reductions,
     views_joins,
-    windows,
 )
 from op_registry.samples.sample import Sample, replace_tensors
 
@@ -23,11 +23,11 @@ __all__ = ["SAMPLES", "Sample", "replace_tensors", "samples_of"]
 SAMPLES: tuple[Sample, ...] = (
     *pointwise.SAMPLES,
     *views_joins.SAMPLES,
-    *nn_layers.SAMPLES,
+    *products_norms_attention.SAMPLES,
     *indexing.SAMPLES,
     *factories.SAMPLES,
     *losses.SAMPLES,
-    *windows.SAMPLES,
+    *convolution_pooling_resizing.SAMPLES,
     *linear_algebra.SAMPLES,
     *reductions.SAMPLES,
     *factories.WINDOWS,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ci.site.pages import make_pages
-from verify.results.catalogue import CODES
+from verify.results.finding_codes import CODES
 
 LINK = re.compile(r"\[[^\]]+\]\((?!https?:)([^)#]+)")
 PATH = re.compile(r"`((?:op_registry|nnscaler|verify|docs|examples|benchmarks|tests|ci|\.ci)/[\w./-]*)`")

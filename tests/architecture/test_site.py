@@ -19,7 +19,7 @@ from ci.site.docstrings_text import with_lists
 from ci.site.pages import API, COMMANDS, FINDINGS, PACKAGES, link_codes, make_pages, outside_links
 from nnscaler.cli.main import build_parser
 from nnscaler.training.read_settings import all_options
-from verify.results.catalogue import CODES
+from verify.results.finding_codes import CODES
 
 
 @pytest.fixture(scope="module")

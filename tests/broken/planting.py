@@ -19,7 +19,7 @@ from verify.programs.entry_point import verify_request
 from verify.programs.request import PlanRequest
 from verify.programs.subject import PlanSubject, RunContext
 from verify.programs.typing import StaticResult, check_program
-from verify.results.catalogue import CODES
+from verify.results.finding_codes import CODES
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from op_registry.builtin.tensors import embedding
+from op_registry.builtin.tensors import embedding_and_index_hooks
 
 import nnscaler
 import verify
@@ -120,7 +120,7 @@ def test_gradients_of_the_last_step_are_added(monkeypatch: Patch, one_block: Ori
 
 
 def test_every_block_of_the_vocabulary_starts_at_zero(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(embedding, "block_start", lambda *_: 0)
+    monkeypatch.setattr(embedding_and_index_hooks, "block_start", lambda *_: 0)
     plan = nnscaler.parallelize(models.one_block(), models.text(), ranks=2, plan="tp=2").plan
     split = replace(plan, steps=(*plan.steps, SplitStep(("embedding",), "tp", "v")))
     assert_refuted(verified(split, 2), VALUE, "embedding")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from nnscaler.transform.plan import Plan, ReplicateStep
 from tests.broken import models, test_normed, test_random_numbers, test_resting, test_sharded, test_staged
 from tests.broken.planting import Bug, Edit, Original, compile_original
-from verify.results.catalogue import CODES
+from verify.results.finding_codes import CODES
 
 BUGS = [
     *(("sharded", bug) for bug in (*test_sharded.FORWARD, *test_sharded.BACKWARD, *test_sharded.SUMS)),

@@ -12,7 +12,7 @@ from docs.pictures.draw import PICTURES, file_of
 from docs.pictures.report import MICRO_BATCHES, PLAN, RANKS, batch, network, verify_broken
 from nnscaler.compile import WantedPlan, make
 from nnscaler.ir.operation_annotations import signatures
-from nnscaler.performance.predict import replay
+from nnscaler.performance.predict_step_time import replay
 from nnscaler.performance.predicted_events import step_events
 from nnscaler.planning.auto_plan_request import AutoPlan, cluster_of, cost_of, search_plan
 from nnscaler.tracing import trace

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from op_registry.code_numbers import deciding_numbers_in, numbers_in, numbers_of, signed_numbers_in
+from op_registry.numbers_in_user_code import deciding_numbers_in, numbers_in, numbers_of, signed_numbers_in
 
 LIMIT = 40
 TABLE = {"small": 3, "large": 7.5}

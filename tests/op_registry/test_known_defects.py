@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from op_registry.annotation.sizes import BoundOperand, bind
+from op_registry.annotation.bind_sizes import BoundOperand, bind
 from op_registry.annotation.splits import splittable
 from op_registry.annotation.well_formed import parse_checked
 from op_registry.bind_annotation import bind_call

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from op_registry.annotation.sizes import bind
+from op_registry.annotation.bind_sizes import bind
 from op_registry.annotation.splits import Shard, balanced, shard_of, splittable
 from op_registry.bind_annotation import localise
 from op_registry.call import AxisShard, Call, TensorArgument

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from nnscaler.layout import Sharded
-from nnscaler.runtime.role import Stage
+from nnscaler.runtime.stage_base_class import Stage
 from nnscaler.tracing.sample_inputs import flatten_inputs
 from verify import Verdict
 from verify.programs.execution.compare_variables import Variable, compare_variable

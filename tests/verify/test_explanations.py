@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nnscaler.cli.main import main
-from verify.results.catalogue import CODES, PAGES, page, section
+from verify.results.finding_codes import CODES, PAGES, page, section
 
 REPOSITORY = Path(__file__).parents[2]
 TITLES = ["What it means", "Example", "What to do"]
@@ -30,7 +30,7 @@ def test_a_page_agrees_with_the_catalogue(code: str) -> None:
 
 
 def sources(folder: str) -> str:
-    skipped = {"catalogue.py", "problems.py"}
+    skipped = {"finding_codes.py", "problems.py"}
     files = [file for file in (REPOSITORY / folder).rglob("*.py") if file.name not in skipped]
     return "\n".join(file.read_text(encoding="utf-8") for file in files)
 

@@ -30,7 +30,7 @@ from tests.verify.backwards import (
 from verify import Verdict
 from verify.evidence.inputs.draw_calls import choose_sizes, from_annotation
 from verify.evidence.verify_op_options import KINDS
-from verify.operators.audit.derivative import check_derivative
+from verify.operators.audit.check_handwritten_derivative import check_derivative
 from verify.self_test.operators.mutants.mutant import spec_of
 from verify.self_test.operators.mutants.right_backwards import HOSTS, with_backward
 

@@ -19,7 +19,7 @@ import verify
 from verify import Check, Finding, Report, Verdict
 from verify.report_formats import FORMATS
 from verify.report_formats.junit import case_names
-from verify.results.catalogue import CODES
+from verify.results.finding_codes import CODES
 
 REPOSITORY = Path(__file__).parents[2]
 SCHEMA = json.loads((REPOSITORY / "docs" / "reports" / "report.schema.json").read_text(encoding="utf-8"))

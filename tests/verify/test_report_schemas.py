@@ -16,7 +16,7 @@ from op_registry.spec import SourceLocation
 
 from verify import Check, Finding, Report, Verdict
 from verify.report_formats import FORMATS
-from verify.results.catalogue import CODES
+from verify.results.finding_codes import CODES
 from verify.results.report import plain_json
 from verify.results.typed_attachments import Attachments, ComparedTensor
 

@@ -19,7 +19,7 @@ from verify.programs.training.comparison import REPLICAS
 from verify.programs.training.join_shards import put_together
 from verify.programs.training.rank_loop import Layout, RankTraining
 from verify.programs.training.training_recipe import carried_by, drawn, in_steps, reordered, shortened
-from verify.results.catalogue import CODES
+from verify.results.finding_codes import CODES
 from verify.results.report import Report
 from verify.self_test.training.mutants import ROWS
 from verify.self_test.training.right_runs import Small, sample

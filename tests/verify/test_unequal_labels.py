@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import verify
 from nnscaler.layout import Sharded
-from nnscaler.runtime.role import Input, Stage
+from nnscaler.runtime.stage_base_class import Input, Stage
 from nnscaler.tracing import trace
 from verify.programs.rerun_with_other_scale_or_labels import Labels, counts, find_labels, unequal
 

@@ -7,7 +7,7 @@ from itertools import combinations_with_replacement
 import pytest
 
 from verify import Check, Finding, Report, Verdict, merge
-from verify.results.catalogue import CODES, explain
+from verify.results.finding_codes import CODES, explain
 
 ORDER = [
     Verdict.PROVED_ALL_SIZES,

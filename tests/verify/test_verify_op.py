@@ -18,7 +18,7 @@ from nnscaler.errors import NnscalerError
 from tests.sampling import every
 from verify import Verdict
 from verify.operators.verify_spec import verify_spec
-from verify.results.catalogue import CODES
+from verify.results.finding_codes import CODES
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:

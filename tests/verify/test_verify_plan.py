@@ -18,7 +18,7 @@ from verify import Report, Verdict
 from verify.programs.entry_point import verify_request
 from verify.programs.request import PlanRequest
 from verify.programs.subject import PlanSubject
-from verify.results.catalogue import CODES
+from verify.results.finding_codes import CODES
 
 Factory = Callable[[], nn.Module]
 Batch = dict[str, Tensor]

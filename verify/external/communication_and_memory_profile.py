@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from nnscaler.communication.communication_volume import CollectiveClass, StepCommunication
-from nnscaler.communication.stage_calls import CallClass
+from nnscaler.communication.stage_communication_calls import CallClass
 from nnscaler.manifest import CommunicationProfile, StageMemory, When
 from verify.external.observe_rank_run import PHASES, RankRecord, phase_of_step
 from verify.external.program import ExternalProgram
-from verify.external.ranks.begun_calls import note_of_forgotten
 from verify.external.ranks.run import RankCall, RankRun
+from verify.external.ranks.unwaited_async_calls import note_of_forgotten
 from verify.external.reference import coordinates
 
 _KINDS = {"send": "send/recv", "barrier": "", "recv": ""}  # a message is counted where it is sent

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from nnscaler.errors import NnscalerError
-from nnscaler.runtime.training.gradients.separate_gradients import separate_gradients
-from nnscaler.tracing.export.locations import model_errors
+from nnscaler.runtime.training.gradients.unshare_gradient_memory import separate_gradients
+from nnscaler.tracing.export.user_source_locations import model_errors
 from nnscaler.tracing.float64_run import convert_floats, exact, run_backward, without_dropout
 from verify.external.parameter_mapping import Lookup, StateMap, as_real, state_of
 from verify.external.program import Batch, ExternalProgram

@@ -16,13 +16,13 @@ from nnscaler.errors import few
 from verify.external.communication_and_memory_profile import communication_profile, memory, notes_of
 from verify.external.comparison.comparison_records import ComparisonResult
 from verify.external.comparison.findings import findings
-from verify.external.comparison.noise import rounded
+from verify.external.comparison.reference_rounding_noise import rounded
 from verify.external.differential_run import ExternalCase, ExternalSettings
 from verify.external.observe_rank_run import RankRecord, note_on_hooks
 from verify.external.parameter_mapping import StateMap, moved_names
 from verify.external.program import Batch, ExternalProgram
 from verify.external.ranks.dtensor_attention import register_attention
-from verify.external.ranks.exact_throughout import exact_throughout
+from verify.external.ranks.keep_float64_in_backward import exact_throughout
 from verify.external.ranks.run import RankRun, RanksFailed
 from verify.external.reference import (
     check_rows,

@@ -24,8 +24,8 @@ from nnscaler.atomic_writes import write_text
 from nnscaler.errors import SourceLocation
 from nnscaler.pyproject_settings import Document, Key, KeyPath, read_document, read_table
 from verify.report_formats.machine_format_findings import problems
-from verify.results.catalogue import CODES, UNFINISHED
 from verify.results.finding import Finding
+from verify.results.finding_codes import CODES, UNFINISHED
 from verify.results.report import Check, Report
 
 _KEYS = (

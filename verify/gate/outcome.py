@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from verify.gate.baseline import KnownFinding, entries_of, failing_checks, fingerprints, named
 from verify.gate.items import OpItem
-from verify.results.catalogue import UNFINISHED
 from verify.results.finding import Finding
+from verify.results.finding_codes import UNFINISHED
 from verify.results.report import Check, Report, environment
 from verify.results.verdict import Verdict
 

@@ -28,7 +28,12 @@ from verify.results.verdict import Verdict
 GRACE = 5.0  # seconds that an item has beyond its own limit, to tell of it itself
 LEAST = 0.2  # seconds under which nothing is started
 # what every child would import by itself, in seconds each time
-_PRELOAD = ("torch", "torch.fx.experimental.symbolic_shapes", "verify.programs.run", "verify.operators.run.verify_many")
+_PRELOAD = (
+    "torch",
+    "torch.fx.experimental.symbolic_shapes",
+    "verify.programs.verification_phases",
+    "verify.operators.run.verify_many",
+)
 _PRELOAD_EXTERNAL = "verify.external.verify"  # and what only such an item would
 T = TypeVar("T")
 Perform = Callable[[Item, Phase, Note], ItemResult]

@@ -44,7 +44,7 @@ def verify_request(
 
             # it imports torch while this process traces the model
             context = replace(context, server=stack.enter_context(start_server()))
-        from verify.programs.run import run_phases
+        from verify.programs.verification_phases import run_phases
 
         request = replace(request, train_backend=request.train_backend or request.backend)
         request = replace(request, backend=request.backend or default_backend(request.rank_count))

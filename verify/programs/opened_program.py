@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from nnscaler.runtime.role import Stage
+    from nnscaler.runtime.stage_base_class import Stage
 
 _HELP = "`nnscaler compile MODEL --ranks N --plan SPEC --out DIR` writes one"
 _SCHEDULES = {name: kind.title for name, kind in SCHEDULES.items()}

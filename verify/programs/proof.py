@@ -27,7 +27,7 @@ from verify.programs.lemmas import (
     sizes_result,
 )
 from verify.programs.typing import StaticResult, check_program
-from verify.results.catalogue import UNMATCHED
+from verify.results.finding_codes import UNMATCHED
 from verify.results.report import Check, environment
 from verify.results.typed_attachments import Certificate, LemmaRow
 from verify.results.verdict import Verdict, merge

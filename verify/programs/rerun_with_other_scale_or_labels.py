@@ -18,8 +18,8 @@ from op_registry.registry import facts_of
 from nnscaler.atomic_writes import save_tensors
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph, Operation
-from nnscaler.runtime.role import Input, Stage, sizes_in_time
 from nnscaler.runtime.shards import logical_indices
+from nnscaler.runtime.stage_base_class import Input, Stage, sizes_in_time
 from verify.programs.checks.input_and_outcome import CheckOutcome, Comparison
 from verify.programs.checks.logical_tensors import holdings_of, results_of
 from verify.programs.execution.record_rank_steps import RankResult, Task, TrialTask

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Literal
 
-from verify.results.catalogue import UNDECIDED
 from verify.results.finding import Finding
+from verify.results.finding_codes import UNDECIDED
 from verify.results.report import Check, Report
 from verify.results.verdict import Verdict
 

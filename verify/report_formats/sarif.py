@@ -15,7 +15,7 @@ from op_registry.spec import SourceLocation
 
 from verify.report_formats.finding_text import finding_lines
 from verify.report_formats.machine_format_findings import ReportedFinding, as_uri, problems, relative
-from verify.results.catalogue import CODES, page, section
+from verify.results.finding_codes import CODES, page, section
 from verify.results.report import Report, Totals, totals
 from verify.results.styled_line import StyledLine, plain_lines
 

@@ -13,7 +13,7 @@ from op_registry.spec import SourceLocation
 class Finding:
     """What was found, where, and what helps to mend it.
 
-    code             stable, snake_case, listed in `verify.results.catalogue`
+    code             stable, snake_case, listed in `verify.results.finding_codes`
     message          one sentence that names the tensor, collective or identifier
     where            the place in the user's source, None where there is none
     counter_example  what was run and what came out, in order: {"step": "0", "expected": "...", "rank": "3"}

@@ -15,7 +15,7 @@ from nnscaler.cli.options import (
     request_of,
     seed_number,
 )
-from nnscaler.cli.output.comm_volume import add_option, known_profile, memory_lines, show_profile, total_lines
+from nnscaler.cli.output.communication_profile import add_option, known_profile, memory_lines, show_profile, total_lines
 from nnscaler.plan_source import CompileRequest
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console
     from nnscaler.ir.graph import Graph
     from nnscaler.ir.operation_annotations import Signature
-    from nnscaler.performance.predict import Replay
+    from nnscaler.performance.predict_step_time import Replay
     from nnscaler.planning.cost.model_protocol import CostModel
     from nnscaler.planning.planner.find_plan import Found
     from nnscaler.transform.plan import Plan
@@ -128,7 +128,7 @@ def _replayed(
     graph: Graph, known: Mapping[str, Signature], found: Found, cost: CostModel, options: argparse.Namespace
 ) -> Replay | None:
     """None where it would take long, and nothing asks for it."""
-    from nnscaler.performance.predict import replay
+    from nnscaler.performance.predict_step_time import replay
 
     asked = options.replay or options.html is not None or options.compare is not None
     if not asked and 2 * found.plan.micro_batches * found.plan.stages > MANY:

@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
     check_temporary()
     check_targets(options.model, options.loss_fn)
     from nnscaler.performance.measure_operators import measure_model
-    from nnscaler.performance.time_steps import Workplace
+    from nnscaler.performance.measure_step_overheads import Workplace
     from nnscaler.runtime.jobs.launcher import ForkServer
 
     model = load_model_file(options.model, options.seed, options.loss_fn)

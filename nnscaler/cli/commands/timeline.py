@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console
     from nnscaler.model_file import ModelFile
     from nnscaler.performance.measured_events import Records
-    from nnscaler.performance.predict import Programmed
+    from nnscaler.performance.predict_step_time import Programmed
     from nnscaler.planning.cost.model_protocol import CostModel
     from nnscaler.timeline_events import StepEvents
     from nnscaler.tracing import Traced
@@ -168,7 +168,7 @@ def _planned(model: ModelFile, request: CompileRequest, ranks: int, console: Con
     """Trace the model and make its plan."""
     from nnscaler.compile import limit_of, make
     from nnscaler.ir.precision import parse_precision
-    from nnscaler.performance.predict import programmed
+    from nnscaler.performance.predict_step_time import programmed
     from nnscaler.plan_source import plan_source, wanted_plan
     from nnscaler.tracing import trace
     from nnscaler.transform.plan import Plan

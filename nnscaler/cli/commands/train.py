@@ -159,7 +159,7 @@ def _fit(settings: TrainSettings, console: Console, first: bool) -> Result:
 @contextmanager
 def _notes_told(console: Console | None) -> Iterator[None]:
     """Tell notes on the model as notes, once, and without our lines; None: another rank tells them."""
-    from nnscaler.tracing.export.locations import OURS
+    from nnscaler.tracing.export.user_source_locations import OURS
 
     with warnings.catch_warnings():
         others = warnings.showwarning

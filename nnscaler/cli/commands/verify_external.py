@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from nnscaler.cli.commands.verify_plan import run_context
 from nnscaler.cli.options import add_report_options, positive, request_of, seconds, seed_number
-from nnscaler.cli.output.comm_volume import add_option, show_profile
+from nnscaler.cli.output.communication_profile import add_option, show_profile
 
 if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console

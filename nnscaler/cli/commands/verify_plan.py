@@ -19,7 +19,7 @@ from nnscaler.cli.options import (
     seconds,
     seed_number,
 )
-from nnscaler.cli.output.comm_volume import add_option, known_profile, show_profile
+from nnscaler.cli.output.communication_profile import add_option, known_profile, show_profile
 from nnscaler.errors import NnscalerError
 from nnscaler.records_as_json import encode
 

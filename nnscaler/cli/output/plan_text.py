@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from nnscaler.errors import NnscalerError
 
 if TYPE_CHECKING:
-    from nnscaler.performance.predict import Replay
+    from nnscaler.performance.predict_step_time import Replay
     from nnscaler.planning.planner.find_plan import Found
 
 
@@ -81,7 +81,7 @@ def explanation(found: Found, name: str) -> list[str]:
 if TYPE_CHECKING:
     from nnscaler.ir.graph import Graph
     from nnscaler.ir.operation_annotations import Signature
-    from nnscaler.performance.predict import Replay
+    from nnscaler.performance.predict_step_time import Replay
     from nnscaler.planning.cost.model_protocol import CostModel
     from nnscaler.transform.plan import Plan
 
@@ -113,7 +113,7 @@ def other_plan(path: Path, ranks: int) -> Plan:
 
 def replay_other(path: Path, plan: Plan, graph: Graph, signatures: Mapping[str, Signature], cost: CostModel) -> Replay:
     """The other plan's step, by the same costs. Raises NnscalerError where it is not legal for this graph."""
-    from nnscaler.performance.predict import replay
+    from nnscaler.performance.predict_step_time import replay
 
     try:
         return replay(graph, signatures, plan, cost)
@@ -126,7 +126,7 @@ def comparison(name: str, before: Replay, now: Replay, every: bool, optimizer: f
 
     `every`: name all operations. `optimizer`: bytes that the optimizer keeps of an element.
     """
-    from nnscaler.communication.stage_memory import stage_memory
+    from nnscaler.communication.stage_memory_and_work import stage_memory
     from nnscaler.planning.cluster.description import show_bytes, show_seconds
     from nnscaler.planning.compare_plans import differences
 

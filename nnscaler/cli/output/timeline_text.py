@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nnscaler.cli.output.comm_volume import bytes_text, text_table
+from nnscaler.cli.output.communication_profile import bytes_text, text_table
 from nnscaler.timeline_events import Event, StepEvents, call_sums, covered
 
 _MOST = 12  # kinds of calls that are listed
@@ -29,7 +29,7 @@ class DeviceShare:
 
 def shares(events: StepEvents) -> list[DeviceShare]:
     """Return how the time of each device is divided."""
-    from nnscaler.communication.stage_calls import ranks_text
+    from nnscaler.communication.stage_communication_calls import ranks_text
 
     found = []
     for device in events.devices:

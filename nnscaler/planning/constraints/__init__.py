@@ -1,6 +1,5 @@
 """Constraints on plans: small predicates that are composed, and that the planner searches within."""
 
-from nnscaler.planning.constraints.files import parse_constraints, read_constraints
 from nnscaler.planning.constraints.interlaced import interlaced
 from nnscaler.planning.constraints.kinds import (
     Constraint,
@@ -17,3 +16,4 @@ from nnscaler.planning.constraints.kinds import (
     together,
 )
 from nnscaler.planning.constraints.megatron import megatron, sequence_parallel
+from nnscaler.planning.constraints.read_toml_constraints import parse_constraints, read_constraints

@@ -10,8 +10,8 @@ from hashlib import sha256
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.planning.cluster.description import Cluster
 from nnscaler.planning.cost import collectives
+from nnscaler.planning.cost.flops_and_memory_traffic import Work, shard_work
 from nnscaler.planning.cost.model_protocol import AxisPlace, Collective, Overheads, Shapes
-from nnscaler.planning.cost.work import Work, shard_work
 
 EFFICIENCY = 0.7  # of the peak, which kernels reach on large operands
 

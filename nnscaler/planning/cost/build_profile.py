@@ -14,9 +14,9 @@ from nnscaler.planning.cluster.description import Cluster
 from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.cost.calibrate import collectives_error, fit_device, fit_level, operators_error
 from nnscaler.planning.cost.calls_to_measure import ShardCall, shard_calls
+from nnscaler.planning.cost.flops_and_memory_traffic import Work, shard_work
 from nnscaler.planning.cost.measured_profile import Calibrations, CollectiveEntry, CostEntry, NotMeasured, Profile
 from nnscaler.planning.cost.model_protocol import KINDS, Collective, Overheads
-from nnscaler.planning.cost.work import Work, shard_work
 
 SIZES = (1 << 12, 1 << 16, 1 << 19, 1 << 22)  # bytes of the tensors that collectives are timed on
 Timer = Callable[[ShardCall], tuple[float, float] | str]  # forward and backward, or why it could not be run

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from nnscaler.planning.cluster.description import Cluster, Device, Level
 from nnscaler.planning.cost.analytic import EFFICIENCY
 from nnscaler.planning.cost.collectives import busiest, from_others, seconds
+from nnscaler.planning.cost.flops_and_memory_traffic import Work
 from nnscaler.planning.cost.measured_profile import Calibration, CollectiveEntry, CostEntry
 from nnscaler.planning.cost.model_protocol import AxisPlace
-from nnscaler.planning.cost.work import Work
 
 Factors = Mapping[str, tuple[float, float]]
 Pair = tuple[float, float]

@@ -14,14 +14,14 @@ from op_registry.rank_expression import Expression
 from op_registry.registry import facts_of
 from op_registry.spec import Refusal
 
-from nnscaler.ir.derive import explain_illegal_choices, input_layouts, output_layouts, shards_of
+from nnscaler.ir.derive_operand_layouts import explain_illegal_choices, input_layouts, output_layouts, shards_of
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.legal_layout import shape_of_rank
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice, RunInvariant, Split
 from nnscaler.layout import local_shape
+from nnscaler.planning.cost.flops_and_memory_traffic import computes_in
 from nnscaler.planning.cost.model_protocol import Shape
-from nnscaler.planning.cost.work import computes_in
 
 Meshes = tuple[tuple[int, ...], ...]
 Key = tuple[str, tuple[Shape | None, ...], tuple[Shape | None, ...], str]

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from nnscaler.errors import NnscalerError
-from nnscaler.planning.configurations import Configuration
+from nnscaler.planning.parallel_configurations import Configuration
 from nnscaler.planning.planner.bounds.configuration import (
     bound_within,
     coarse_bound,
@@ -32,7 +32,7 @@ from nnscaler.planning.planner.bounds.pipeline import Layered
 from nnscaler.planning.planner.bounds.rough import Least
 from nnscaler.planning.planner.equal_layer_chain import Chain
 from nnscaler.planning.planner.evaluate_configuration import Evaluated, beside, evaluate, evaluated, weights_of
-from nnscaler.planning.planner.layer_strategies import Way
+from nnscaler.planning.planner.layer_time_memory_tradeoffs import Way
 from nnscaler.planning.planner.planner_graph import PlanningCache
 from nnscaler.planning.planner.stage_partition_dp import StagePartition
 from nnscaler.planning.planner.stage_strategy_mix import StageFill, fill

@@ -16,7 +16,7 @@ from math import prod
 import numpy as np
 
 from nnscaler.ir.graph import Graph
-from nnscaler.planning.configurations import uneven_ramps
+from nnscaler.planning.parallel_configurations import uneven_ramps
 from nnscaler.planning.planner.prune_dominated import Kept, Numbers, lean, of_conversions, often_counted, seconds_of
 from nnscaler.planning.sharding.cost_tables import Tables, when_backward_ends
 from nnscaler.planning.solver.problem import TooWide

@@ -9,17 +9,17 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from nnscaler.planning.configurations import Configuration
 from nnscaler.planning.constraints.kinds import Constraint
 from nnscaler.planning.cost.collectives import seconds_per_byte
 from nnscaler.planning.cost.model_protocol import CostModel
+from nnscaler.planning.parallel_configurations import Configuration
 from nnscaler.planning.planner.interlaced_end_costs import ends_of
 from nnscaler.planning.planner.planner_graph import EndsEstimate, PlanningCache
 from nnscaler.planning.sharding.build_problem import Weights, once_at, pose
 from nnscaler.planning.sharding.cost_tables import Tables, when_backward_ends
-from nnscaler.planning.solver.pareto_frontier import bound_at, hull
 from nnscaler.planning.solver.problem import ChoiceProblem, Infeasible, Solution, TooWide, memory_floor, memory_of
 from nnscaler.planning.solver.solve import solve, solve_within
+from nnscaler.planning.solver.sweep_memory_price import bound_at, hull
 from nnscaler.transform.balanced_cuts import balanced_cuts, cut_limits
 from nnscaler.transform.partition_stages import SLACK
 from nnscaler.transform.plan import CP, DP, EP, PP, TP

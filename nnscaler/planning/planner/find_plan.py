@@ -10,7 +10,7 @@ plan can be. There are three levels, each with a method from the literature:
 
 1  which configuration (dp, tp, pp, micro-batches, recomputation, ZeRO): best-first search (`branch_and_bound`)
 2  what a stage spends its memory on: Lagrangian relaxation of the limit of memory (`bounds/lagrangian.py`,
-   `solver.pareto_frontier`)
+   `solver.sweep_memory_price`)
 3  which strategy each operation takes: min-weight variable elimination, and min-plus powers of equal layers, which
    are both exact (`solver.variable_elimination`, `solver.fold_equal_layers`)
 
@@ -77,11 +77,11 @@ from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice
 from nnscaler.planning.cluster.description import Cluster, show_bytes
-from nnscaler.planning.configurations import Configuration
 from nnscaler.planning.constraints import Constraint
 from nnscaler.planning.context_parallel import contexts
 from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.cost.model_protocol import CostModel
+from nnscaler.planning.parallel_configurations import Configuration
 from nnscaler.planning.planner.branch_and_bound import Search, search
 from nnscaler.planning.planner.build_certified_plan import Certificate, certificate, plan_of
 from nnscaler.planning.planner.evaluate_configuration import Evaluated, cuts_of

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from nnscaler.ir.graph import Operation, element_bytes
 from nnscaler.ir.placement import Choice, RunInvariant, Split
-from nnscaler.planning.configurations import Configuration
 from nnscaler.planning.constraints.kinds import Constraint, SharedEnds
 from nnscaler.planning.cost.collectives import seconds_per_byte
 from nnscaler.planning.cost.model_protocol import AxisPlace
+from nnscaler.planning.parallel_configurations import Configuration
 from nnscaler.planning.planner.planner_graph import EndsEstimate, PlanningCache
 from nnscaler.planning.sharding.build_problem import Weights, once_at, pose
 from nnscaler.planning.solver.solve import solve

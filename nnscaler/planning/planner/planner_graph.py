@@ -11,10 +11,10 @@ from math import gcd
 from nnscaler.ir.graph import Graph, LogicalTensor, element_bytes, gradient_dtype
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice
-from nnscaler.planning.configurations import Configuration, configurations
 from nnscaler.planning.constraints.kinds import Constraint
 from nnscaler.planning.cost.model_protocol import AxisPlace, CostModel
-from nnscaler.planning.experts import find_experts
+from nnscaler.planning.expert_parallel import find_experts
+from nnscaler.planning.parallel_configurations import Configuration, configurations
 from nnscaler.planning.planner.bounds.pipeline import Layered
 from nnscaler.planning.planner.bounds.rough import Least, Rough
 from nnscaler.planning.planner.equal_layer_chain import Chain, find_chain, shown

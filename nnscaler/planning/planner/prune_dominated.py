@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from nnscaler.planning.configurations import uneven_ramps
+from nnscaler.planning.parallel_configurations import uneven_ramps
 from nnscaler.planning.sharding.cost_tables import Column, Columns, Tables
 from nnscaler.planning.solver.drop_dominated_strategies import Criteria, merge_edges, survivors
 from nnscaler.planning.solver.problem import Edge

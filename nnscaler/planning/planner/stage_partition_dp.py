@@ -12,7 +12,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from nnscaler.planning.solver.pareto_frontier import ROUNDING
+from nnscaler.planning.solver.sweep_memory_price import ROUNDING
 
 Numbers = NDArray[np.float64]
 

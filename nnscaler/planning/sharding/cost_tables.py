@@ -24,8 +24,8 @@ from nnscaler.ir.graph import Graph, LogicalTensor, Operation, element_bytes
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.ring_rotation_calls import as_computed, circulation
 from nnscaler.layout import INVARIANT, REPLICATED, Layout, Sharded
+from nnscaler.planning.cost.flops_and_memory_traffic import computes_in
 from nnscaler.planning.cost.model_protocol import CostModel
-from nnscaler.planning.cost.work import computes_in
 from nnscaler.planning.sharding.conversion_costs import Conversions
 from nnscaler.planning.sharding.parameter_and_activation_memory import OPTIMIZER_BYTES, Kept, parameter_memory
 from nnscaler.planning.sharding.problem_config import Setting

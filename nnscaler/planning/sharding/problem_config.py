@@ -12,7 +12,7 @@ from nnscaler.ir.placement import Choice
 from nnscaler.layout import MICRO, Layout, local_shape
 from nnscaler.planning.context_parallel import context_parallel
 from nnscaler.planning.cost.model_protocol import AxisPlace
-from nnscaler.planning.experts import expert_steps
+from nnscaler.planning.expert_parallel import expert_steps
 from nnscaler.transform.complete_plan import follow_batch
 from nnscaler.transform.plan import CP, DP, EP, Axes, Plan, Step
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.derive import explain_illegal_choices, input_layouts, output_layouts
+from nnscaler.ir.derive_operand_layouts import explain_illegal_choices, input_layouts, output_layouts
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split

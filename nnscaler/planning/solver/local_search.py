@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from nnscaler.planning.solver.pareto_frontier import Hull, Point, bound_at
 from nnscaler.planning.solver.problem import ChoiceProblem, Table, evaluate, memory_of
+from nnscaler.planning.solver.sweep_memory_price import Hull, Point, bound_at
 
 # All tables of a problem end to end in one array, so that many choices are looked up at once.
 

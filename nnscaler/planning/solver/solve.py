@@ -15,8 +15,8 @@ from nnscaler.planning.solver.drop_dominated_strategies import Reduced, reduce_p
 from nnscaler.planning.solver.fold_equal_layers import find_structure, min_marginal, solve_folded
 from nnscaler.planning.solver.highs import Relaxation, columns_of, optimise, relax
 from nnscaler.planning.solver.local_search import repair_from
-from nnscaler.planning.solver.pareto_frontier import ROUNDING, Hull, hull, line_at
 from nnscaler.planning.solver.problem import ChoiceProblem, Edge, Infeasible, Node, Solution, TooWide, evaluate
+from nnscaler.planning.solver.sweep_memory_price import ROUNDING, Hull, hull, line_at
 
 # Branch and bound (Land and Doig 1960) over the nodes of no layer, where one price of memory leaves a gap.
 # A hub that all layers touch makes them jump together between its strategies, and between two jumps no crossing

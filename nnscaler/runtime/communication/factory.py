@@ -8,8 +8,8 @@ import torch
 
 from nnscaler.runtime.communication.communicator import CommunicationError
 from nnscaler.runtime.communication.gloo import GlooCommunicator
-from nnscaler.runtime.communication.long_waits import LongWaits
 from nnscaler.runtime.communication.nccl import NcclCommunicator
+from nnscaler.runtime.communication.report_long_waits import LongWaits
 from nnscaler.runtime.communication.torch_communicator_base import Reporter, TorchCommunicator
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.recording_communicator import RecordedEvent, RecordingCommunicator
 from nnscaler.runtime.program.program_directory import ProgramDirectory, read_program
-from nnscaler.runtime.role import LOSS
+from nnscaler.runtime.stage_base_class import LOSS
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.executor_settings import ExecutorSettings
 

@@ -6,17 +6,7 @@ from nnscaler.runtime.ops.convolution_and_pooling import (
     conv_window,
     max_pool_window,
 )
-from nnscaler.runtime.ops.index import (
-    embedding_bag,
-    gather_block,
-    index_block,
-    index_put_block,
-    index_select_block,
-    masked_scatter_block,
-    pick,
-    write_block,
-)
-from nnscaler.runtime.ops.layer_ops import (
+from nnscaler.runtime.ops.embedding_and_batch_norm import (
     batch_mean,
     batch_normalise,
     batch_variance,
@@ -26,6 +16,16 @@ from nnscaler.runtime.ops.layer_ops import (
     recurrent_cell,
     running_statistic,
     view_as_complex,
+)
+from nnscaler.runtime.ops.index import (
+    embedding_bag,
+    gather_block,
+    index_block,
+    index_put_block,
+    index_select_block,
+    masked_scatter_block,
+    pick,
+    write_block,
 )
 from nnscaler.runtime.ops.loss import (
     ce_count,

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from nnscaler.layout import State
-from nnscaler.runtime.role import Stage
 from nnscaler.runtime.shards import logical_coordinates
+from nnscaler.runtime.stage_base_class import Stage
 from nnscaler.runtime.torch_compile import apart
 
 _WRAP = 1 << 64

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from nnscaler.layout import Sharded
-from nnscaler.runtime.communication.comm import AxisGroup
 from nnscaler.runtime.communication.communicator import program_place
+from nnscaler.runtime.communication.differentiable_collectives import AxisGroup
 from nnscaler.runtime.cut_tensors import join_pieces, piece_of
 from nnscaler.runtime.ops.loss import wide
 from nnscaler.runtime.torch_compile import apart

@@ -16,8 +16,8 @@ from torch import Tensor
 from nnscaler.manifest import Manifest, ManifestError, NoManifest, StoredTensor, read_manifest
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.program.load_python import letting_go, load_role
-from nnscaler.runtime.role import Exchange, Receive, RunContext, Stage
 from nnscaler.runtime.shards import unravel
+from nnscaler.runtime.stage_base_class import Exchange, Receive, RunContext, Stage
 from nnscaler.runtime.tensor_bits import bits_of, same_bits
 from nnscaler.runtime.training.gradients.gradient_plan import holding
 

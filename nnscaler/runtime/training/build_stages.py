@@ -9,11 +9,11 @@ from types import MappingProxyType, ModuleType
 import torch
 from torch import Tensor
 
-from nnscaler.runtime.communication.comm import AxisGroup
 from nnscaler.runtime.communication.communicator import Communicator, ProgramError
+from nnscaler.runtime.communication.differentiable_collectives import AxisGroup
 from nnscaler.runtime.communication.sharded_parameter_gathers import ParameterReads
-from nnscaler.runtime.role import INPUT_GRADIENT, Buffer, Observer, Parameter, RunContext, Stage
 from nnscaler.runtime.shards import local_shape, ravel, shard, unravel
+from nnscaler.runtime.stage_base_class import INPUT_GRADIENT, Buffer, Observer, Parameter, RunContext, Stage
 from nnscaler.runtime.training.autocast import dtype_named
 from nnscaler.runtime.training.parameters_at_rest import AtRest, divisions_of
 

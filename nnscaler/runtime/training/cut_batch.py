@@ -9,8 +9,8 @@ from torch import Tensor
 
 from nnscaler.layout import Sharded, States
 from nnscaler.runtime.communication.communicator import ProgramError
-from nnscaler.runtime.role import Input, Stage
 from nnscaler.runtime.shards import cut_further, local_shape, shard
+from nnscaler.runtime.stage_base_class import Input, Stage
 
 Batch = Mapping[str, Tensor]
 

@@ -22,7 +22,7 @@ from nnscaler.runtime.communication.communicator import CommunicationError, Comm
 from nnscaler.runtime.communication.sharded_parameter_gathers import ParameterReads
 from nnscaler.runtime.communication.token_slice_cache import KeptRows
 from nnscaler.runtime.program.load_python import last_place
-from nnscaler.runtime.role import (
+from nnscaler.runtime.stage_base_class import (
     Input,
     RunContext,
     Stage,

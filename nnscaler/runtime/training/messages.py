@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nnscaler.runtime.communication.communicator import Communicator, Key, Pending, ProgramError
-from nnscaler.runtime.role import Exchange, Message, Receive, Send, Stage, as_index, piece_shape
+from nnscaler.runtime.stage_base_class import Exchange, Message, Receive, Send, Stage, as_index, piece_shape
 
 
 class Mail:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from nnscaler.communication_buckets import gathered_together
 from nnscaler.runtime.communication.communicator import Communicator
-from nnscaler.runtime.role import Parameter, Stage
 from nnscaler.runtime.shards import local_shape, logical_coordinates
+from nnscaler.runtime.stage_base_class import Parameter, Stage
 
 Group = tuple[int, ...]
 Slots = tuple[slice | Tensor, ...]  # where on a dim the part of each rank of an axis lies

@@ -16,13 +16,13 @@ from math import floor, gcd, lcm
 
 from nnscaler.scheduling.search.bound import SLACK, ScheduleBound, bound_of, check_memory
 from nnscaler.scheduling.search.check_schedule import violations
-from nnscaler.scheduling.search.exact import search_states
-from nnscaler.scheduling.search.extend_schedule import longer_step
+from nnscaler.scheduling.search.exact_state_search import search_states
 from nnscaler.scheduling.search.found_schedule import FoundSchedule, PeriodProof, ScheduleCertificate, limits_of
 from nnscaler.scheduling.search.job_shop_graph import Shop, Starts, orders_of, peaks_of, sequences, shop_of
+from nnscaler.scheduling.search.lengthen_short_schedule import longer_step
 from nnscaler.scheduling.search.list_scheduling_rules import Portfolio, settled
+from nnscaler.scheduling.search.modulo_scheduling import SEED, search_repetend
 from nnscaler.scheduling.search.problem import ScheduleProblem
-from nnscaler.scheduling.search.repetend import SEED, search_repetend
 
 COARSEST = 4  # units in the work of the busiest device: with fewer, times say nothing
 

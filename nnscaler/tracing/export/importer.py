@@ -18,9 +18,9 @@ from op_registry.spec import SourceLocation
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import LOSS, Graph, LogicalTensor, Operation, Region, Role, Slot
-from nnscaler.tracing.export.locations import location_of_trace, module_of
 from nnscaler.tracing.export.loss_module import PREFIX, Results
 from nnscaler.tracing.export.recompute_regions import checkpoint_of
+from nnscaler.tracing.export.user_source_locations import location_of_trace, module_of
 from nnscaler.tracing.graph_builder import (
     RawGraph,
     TensorName,

@@ -10,6 +10,7 @@ from nnscaler.tracing.passes.decompositions import (
 )
 from nnscaler.tracing.passes.in_place import to_values
 from nnscaler.tracing.passes.lower_cross_entropy import lower_cross_entropy
+from nnscaler.tracing.passes.lower_random_draws import lower_random_draws
 from nnscaler.tracing.passes.needs_grad_and_liveness import (
     mark_needs_grad,
     own_results,
@@ -17,7 +18,6 @@ from nnscaler.tracing.passes.needs_grad_and_liveness import (
     sum_before_cast,
 )
 from nnscaler.tracing.passes.normal_forms import drop_identities, spell_promotions, spell_shapes, tile_slices
-from nnscaler.tracing.passes.random_draws import lower_random_draws
 
 
 def run_passes(raw: RawGraph) -> Graph:

@@ -14,7 +14,7 @@ from torch.fx.node import _side_effectful_need_to_be_preserved_pre_dispatch
 from torch.fx.traceback import get_current_meta
 from torch.utils._pytree import tree_leaves
 
-from nnscaler.tracing.export.locations import plain_path
+from nnscaler.tracing.export.user_source_locations import plain_path
 from nnscaler.tracing.repeated_layers.call_record import (
     CallPlaces,
     CannotStitch,

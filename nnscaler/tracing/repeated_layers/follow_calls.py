@@ -26,7 +26,7 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.fx.node import has_side_effect
 from torch.utils._pytree import tree_leaves
 
-from nnscaler.tracing.export.locations import is_library
+from nnscaler.tracing.export.user_source_locations import is_library
 from nnscaler.tracing.repeated_layers.active_call import Active, Run, Site
 from nnscaler.tracing.repeated_layers.call_record import CallPlaces, CannotStitch, Record, join_history
 

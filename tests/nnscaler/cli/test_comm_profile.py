@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from nnscaler.cli.main import main
-from nnscaler.cli.output.comm_volume import (
+from nnscaler.cli.output.communication_profile import (
     ProfileOutput,
     add_option,
     class_lines,

@@ -249,13 +249,13 @@ import resource, sys
 sys.dont_write_bytecode = True  # half a file of it would be kept
 from nnscaler import atomic_writes
 from nnscaler.cli.main import main
-import verify.programs.run
+import verify.programs.verification_phases
 
-def limited(*arguments, run=verify.programs.run.run_program, **more):
+def limited(*arguments, run=verify.programs.verification_phases.run_program, **more):
     resource.setrlimit(resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY))
     return run(*arguments, **more)
 
-verify.programs.run.run_program = limited
+verify.programs.verification_phases.run_program = limited
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -373,7 +373,7 @@ def test_a_verdict_stands_where_the_program_cannot_be_kept(
 
         return original(report, program, replace(request, program=None))  # as if it had been compiled here
 
-    monkeypatch.setattr("verify.programs.run.keep_program", keep)
+    monkeypatch.setattr("verify.programs.verification_phases.keep_program", keep)
     assert main(["verify-plan", "model.py", "--program", "program", "--level", "static", "-q"]) == 1
     out = capsys.readouterr().out
     assert "note: the program could not be kept: No space left on device" in out

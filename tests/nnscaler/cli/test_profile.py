@@ -16,7 +16,7 @@ from nnscaler.planning.cost.profile_cost import TableCost
 @pytest.fixture(autouse=True)
 def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole steps are timed for a moment only."""
-    monkeypatch.setattr("nnscaler.performance.time_steps._SECONDS", 0.01)
+    monkeypatch.setattr("nnscaler.performance.measure_step_overheads._SECONDS", 0.01)
 
 
 def test_a_profile_of_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

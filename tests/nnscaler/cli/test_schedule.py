@@ -9,7 +9,7 @@ from types import MappingProxyType
 import pytest
 
 from nnscaler.cli.main import main
-from nnscaler.planning.configurations import configurations
+from nnscaler.planning.parallel_configurations import configurations
 from nnscaler.scheduling import registry
 from nnscaler.scheduling.registry import SCHEDULES
 from nnscaler.scheduling.schedule import Schedule, ScheduleKind

@@ -32,8 +32,8 @@ from nnscaler.layout import (
     parse_state,
 )
 from nnscaler.runtime import Simulator
-from nnscaler.runtime.communication import comm
-from nnscaler.runtime.communication.comm import AxisGroup
+from nnscaler.runtime.communication import differentiable_collectives as comm
+from nnscaler.runtime.communication.differentiable_collectives import AxisGroup
 from nnscaler.runtime.shards import assemble, shard
 from tests.layouts import gradient_states
 

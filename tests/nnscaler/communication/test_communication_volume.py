@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from nnscaler import communication_buckets
-from nnscaler.communication.stage_calls import ranks_text
+from nnscaler.communication.stage_communication_calls import ranks_text
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.ir.graph import element_bytes
 from nnscaler.ir.operation_annotations import signatures

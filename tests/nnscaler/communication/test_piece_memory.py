@@ -14,7 +14,7 @@ from torch import Tensor
 from nnscaler.codegen.program import Program
 from nnscaler.communication.communicated_graph import StageProgram
 from nnscaler.communication.insert_conversions import materialise
-from nnscaler.communication.stage_memory import kept_bytes, piece_bytes
+from nnscaler.communication.stage_memory_and_work import kept_bytes, piece_bytes
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.ir.operation_annotations import signatures
 from nnscaler.runtime.communication.communicator import Communicator

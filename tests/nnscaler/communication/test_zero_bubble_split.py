@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from nnscaler.communication.communicated_graph import CommunicatedGraph, Compute
 from nnscaler.communication.insert_conversions import materialise
-from nnscaler.communication.stage_memory import kept_bytes, kept_for_weights, stage_memory, stage_work
+from nnscaler.communication.stage_memory_and_work import kept_bytes, kept_for_weights, stage_memory, stage_work
 from nnscaler.communication.zero_bubble_split import BOTH, statement_halves
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.instructions import Instruction
@@ -23,7 +23,7 @@ from nnscaler.runtime import recomputed_regions, saved_tensor_hooks, split_backw
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.program.load_python import load_role
-from nnscaler.runtime.role import Stage
+from nnscaler.runtime.stage_base_class import Stage
 from nnscaler.runtime.training.backward import BackwardPasses
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.executor_settings import ExecutorSettings

@@ -6,11 +6,17 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from op_registry.annotation.sizes import BoundAnnotation, BoundDim, BoundOperand, Factor
+from op_registry.annotation.bind_sizes import BoundAnnotation, BoundDim, BoundOperand, Factor
 from op_registry.call import Call, TensorArgument
 from op_registry.registry import default_registry
 
-from nnscaler.ir.derive import explain_illegal_choice, input_states, operand_state, output_states, resolve
+from nnscaler.ir.derive_operand_layouts import (
+    explain_illegal_choice,
+    input_states,
+    operand_state,
+    output_states,
+    resolve,
+)
 from nnscaler.ir.operation_annotations import Signature, signature_of
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
 from nnscaler.layout import INVARIANT, PARTIAL, REPLICATED, Partial, Sharded, State

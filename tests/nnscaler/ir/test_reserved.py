@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nnscaler.ir.graph import RESERVED
-from nnscaler.runtime.role import Stage
+from nnscaler.runtime.stage_base_class import Stage
 
 
 def test_every_attribute_of_a_stage_is_reserved() -> None:

@@ -10,7 +10,7 @@ import nnscaler
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.ir.graph import element_bytes
 from nnscaler.ir.operation_annotations import signatures
-from nnscaler.performance.predict import programmed
+from nnscaler.performance.predict_step_time import programmed
 from nnscaler.performance.stage_prices import ADDING, StagePrices
 from nnscaler.planning.auto_plan_request import cluster_of, cost_of
 from nnscaler.planning.cost.model_protocol import CostModel

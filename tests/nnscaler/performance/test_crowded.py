@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nnscaler.performance.predict import simulate_crowded
+from nnscaler.performance.predict_step_time import simulate_crowded
 from nnscaler.scheduling.dependencies import chain
 from nnscaler.scheduling.registry import get_schedule
 from nnscaler.scheduling.timeline import PassCosts, simulate

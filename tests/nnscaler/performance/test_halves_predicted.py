@@ -9,7 +9,7 @@ import pytest
 import nnscaler
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.ir.operation_annotations import signatures
-from nnscaler.performance.predict import Replay, replay
+from nnscaler.performance.predict_step_time import Replay, replay
 from nnscaler.planning.auto_plan_request import cluster_of, cost_of
 from nnscaler.transform.plan import Plan, RecomputeStep
 from tests import halves, traced_examples

@@ -10,9 +10,9 @@ import pytest
 
 from nnscaler.compile import WantedPlan, make
 from nnscaler.ir.operation_annotations import signatures
+from nnscaler.performance.measure_step_overheads import SavedProgram, SharedStep, Shown, Steps, with_overheads
 from nnscaler.performance.pass_work_and_calls import Pieces
-from nnscaler.performance.predict import Prediction, Programmed, programmed
-from nnscaler.performance.time_steps import SavedProgram, SharedStep, Shown, Steps, with_overheads
+from nnscaler.performance.predict_step_time import Prediction, Programmed, programmed
 from nnscaler.planning.cluster.description import Cluster, Device, Level
 from nnscaler.planning.cost.build_profile import crowded
 from nnscaler.planning.cost.measured_profile import Calibration, Calibrations, Profile

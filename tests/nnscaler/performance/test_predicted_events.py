@@ -20,7 +20,7 @@ from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.operation_annotations import signatures
 from nnscaler.performance.measured_events import Records, measured_events
-from nnscaler.performance.predict import Prediction, Programmed, programmed
+from nnscaler.performance.predict_step_time import Prediction, Programmed, programmed
 from nnscaler.performance.predicted_events import PlacedEvent, placed_events, rank_calls, step_events
 from nnscaler.planning.cluster.read import load_cluster
 from nnscaler.planning.cost.analytic import AnalyticCost

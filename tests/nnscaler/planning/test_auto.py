@@ -12,7 +12,7 @@ import nnscaler
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation_annotations import signatures
-from nnscaler.performance.predict import replay
+from nnscaler.performance.predict_step_time import replay
 from nnscaler.planning.auto_plan_request import Decided, cluster_of, cost_of, parse_auto, search_plan
 from nnscaler.planning.compare_plans import differences
 from nnscaler.planning.constraints import sizes

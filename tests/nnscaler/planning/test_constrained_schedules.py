@@ -11,9 +11,9 @@ from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.operation_annotations import signatures
 from nnscaler.planning.auto_plan_request import AutoPlan
-from nnscaler.planning.configurations import Configuration
 from nnscaler.planning.constraints import sizes
-from nnscaler.planning.constraints.files import parse_constraints
+from nnscaler.planning.constraints.read_toml_constraints import parse_constraints
+from nnscaler.planning.parallel_configurations import Configuration
 from nnscaler.scheduling.registry import SCHEDULES, get_schedule
 from tests.nnscaler.planning.planner.planned import graph_of
 from tests.traced_examples import traced

@@ -10,7 +10,7 @@ import pytest
 
 import verify
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.derive import input_states
+from nnscaler.ir.derive_operand_layouts import input_states
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.operation_annotations import signatures
 from nnscaler.ir.placement import Choice, Split

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation_annotations import signatures
-from nnscaler.performance.predict import replay
+from nnscaler.performance.predict_step_time import replay
 from nnscaler.planning import context_parallel
 from nnscaler.planning.cluster.read import load_cluster
-from nnscaler.planning.configurations import Configuration
 from nnscaler.planning.context_parallel import contexts
 from nnscaler.planning.cost.analytic import AnalyticCost
+from nnscaler.planning.parallel_configurations import Configuration
 from nnscaler.planning.parse_axes import parse_spec
 from nnscaler.planning.plan_from_axes import make_plan
 from nnscaler.planning.planner.branch_and_bound import evaluate

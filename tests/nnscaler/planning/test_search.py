@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation_annotations import Signature, signatures
 from nnscaler.ir.placement import Choice
-from nnscaler.planning import beam_search as search
-from nnscaler.planning.beam_search import Versions, cheapest_choices
+from nnscaler.planning import beam_search_axis_choices as search
+from nnscaler.planning.beam_search_axis_choices import Versions, cheapest_choices
 from nnscaler.planning.plan_from_axes import _options
 from nnscaler.tracing import trace
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from nnscaler.layout import State
 from nnscaler.runtime import Invariant, Partial, ProgramError, Replicated, Sharded, Simulator
-from nnscaler.runtime.communication import comm
-from nnscaler.runtime.communication.comm import AxisGroup
+from nnscaler.runtime.communication import differentiable_collectives as comm
+from nnscaler.runtime.communication.differentiable_collectives import AxisGroup
 from nnscaler.runtime.shards import assemble, shard
 from tests.layouts import gradient_of
 

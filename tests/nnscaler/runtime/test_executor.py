@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nnscaler.runtime import Exchange, Input, Loss, Parameter, Partial, Receive, Send, Sharded, Stage, ops, recompute
-from nnscaler.runtime.communication import comm
+from nnscaler.runtime.communication import differentiable_collectives as comm
 
 Role = Callable[..., ModuleType]
 aten = torch.ops.aten

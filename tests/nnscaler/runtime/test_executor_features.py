@@ -32,7 +32,7 @@ from nnscaler.runtime import (
     ops,
     recompute,
 )
-from nnscaler.runtime.communication import comm
+from nnscaler.runtime.communication import differentiable_collectives as comm
 
 Role = Callable[..., ModuleType]
 aten = torch.ops.aten

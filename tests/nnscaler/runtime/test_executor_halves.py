@@ -27,7 +27,7 @@ from nnscaler.runtime import (
     Simulator,
     Stage,
 )
-from nnscaler.runtime.communication import comm
+from nnscaler.runtime.communication import differentiable_collectives as comm
 from nnscaler.runtime.training.backward import BackwardPasses
 from nnscaler.runtime.training.messages import Mail
 

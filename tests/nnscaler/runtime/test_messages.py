@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nnscaler.runtime import Exchange, Simulator, Stage
-from nnscaler.runtime.role import RunContext
+from nnscaler.runtime.stage_base_class import RunContext
 from nnscaler.runtime.training.messages import Mail
 
 WHOLE = (0, 4, 1)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nnscaler.layout import Sharded
 from nnscaler.runtime import ops
-from nnscaler.runtime.role import RunContext
+from nnscaler.runtime.stage_base_class import RunContext
 
 SHAPE = (12, 8, 50)
 STATES = {"dp": Sharded(0), "tp": Sharded(1, outer=2)}

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from nnscaler.runtime import Partial, ProgramError, Replicated, Sharded, recompute
-from nnscaler.runtime.communication import comm
-from nnscaler.runtime.communication.comm import AxisGroup
-from nnscaler.runtime.role import RunContext, Stage
+from nnscaler.runtime.communication import differentiable_collectives as comm
+from nnscaler.runtime.communication.differentiable_collectives import AxisGroup
+from nnscaler.runtime.stage_base_class import RunContext, Stage
 
 TWO = AxisGroup("co", 2, 0)
 

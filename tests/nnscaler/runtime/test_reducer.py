@@ -16,7 +16,7 @@ from nnscaler.communication_buckets import gathered_together, in_buckets
 from nnscaler.runtime import ExecutorSettings, Input, Loss, Parameter, RankExecutor, Sharded, Simulator, Stage
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.simulator import SimulatedCommunicator
-from nnscaler.runtime.role import RunContext
+from nnscaler.runtime.stage_base_class import RunContext
 from nnscaler.runtime.training.gradients.accumulate_and_reduce import Gradients
 from nnscaler.runtime.training.gradients.buckets import Departures, SumBucket
 from nnscaler.runtime.training.gradients.gradient_plan import holding, sums_of, wanted

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from nnscaler.layout import Sharded
-from nnscaler.runtime.communication.comm import AxisGroup
 from nnscaler.runtime.communication.communicator import CommunicationCall, Communicator
+from nnscaler.runtime.communication.differentiable_collectives import AxisGroup
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.cut_tensors import join_pieces, piece_of
 from nnscaler.runtime.ops import ring_attention

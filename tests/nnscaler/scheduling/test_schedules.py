@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from nnscaler.errors import NnscalerError
 from nnscaler.instructions import Instruction
-from nnscaler.planning.configurations import Configuration
+from nnscaler.planning.parallel_configurations import Configuration
 from nnscaler.scheduling.dependencies import chain, check_acyclic, dependencies
 from nnscaler.scheduling.registry import SCHEDULES, check_schedule, get_schedule, planned_schedules
 from nnscaler.scheduling.schedule import Schedule, parse_order

@@ -26,7 +26,7 @@ from verify.results.report import Report
 from verify.results.verdict import Verdict
 from verify.self_test.external.models import Mlp
 from verify.self_test.external.pipelines import Pipelined, adamw_of_parts, in_a_loop, in_a_v, pipeline_step
-from verify.self_test.external.right_tensor_parallel import program
+from verify.self_test.external.right_tensor_parallel_programs import program
 
 
 def read(text: str) -> Schedule:

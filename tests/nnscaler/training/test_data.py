@@ -14,8 +14,8 @@ from op_registry.annotation.splits import balanced
 
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.training.cut_batch import DataPart
-from nnscaler.training.data import Loader, SampleOrder, loader, rows_of
-from nnscaler.training.make_batches import PackedRows, check_collate, pack
+from nnscaler.training.pack_and_collate_samples import PackedRows, check_collate, pack
+from nnscaler.training.sample_order_and_loader import Loader, SampleOrder, loader, rows_of
 
 
 class Numbers:

@@ -13,7 +13,7 @@ from itertools import chain, combinations
 
 import pytest
 
-from op_registry.annotation.sizes import BoundAnnotation, bind
+from op_registry.annotation.bind_sizes import BoundAnnotation, bind
 from op_registry.annotation.splits import splittable
 from op_registry.annotation.syntax_tree import UNSPLIT
 from op_registry.bind_annotation import linear_sets

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from op_registry.annotation.sizes import BoundAnnotation, BoundOperand
+from op_registry.annotation.bind_sizes import BoundAnnotation, BoundOperand
 from op_registry.annotation.splits import shard_of
 from op_registry.annotation.syntax_tree import UNSPLIT
 from op_registry.bind_annotation import linear_sets

@@ -8,7 +8,7 @@ import pytest
 
 from verify.external.request import ExternalRequest
 from verify.external.transformers import expand_requests
-from verify.external.transformers.parallel_degrees import PlanChanges
+from verify.external.transformers.check_degrees_and_sizes import PlanChanges
 from verify.external.transformers.plan_advice import verify_plan_of_library
 
 RULE, RIGHT, WRONG = "model.layers.*.self_attn.q_norm", "replicated_with_grad_allreduce", "replicate"
@@ -43,8 +43,8 @@ def test_a_rule_that_mends_the_plan_is_proposed(wrong_plan: None) -> None:
 
 @pytest.mark.long
 def test_a_rule_that_does_not_mend_it_is_not_proposed(wrong_plan: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verify.external.transformers.lint_plan.SUMMED", "colwise")
-    monkeypatch.setattr("verify.external.transformers.lint_plan.MOST_REPAIRS", 1)
+    monkeypatch.setattr("verify.external.transformers.lint_and_repair_plan.SUMMED", "colwise")
+    monkeypatch.setattr("verify.external.transformers.lint_and_repair_plan.MOST_REPAIRS", 1)
     report = verify_plan_of_library(REQUEST, lambda text: None)
     (finding,) = [f for f in report.findings if f.code == "gradient_differs"]
     assert "in the tp plan" not in str(finding.help)

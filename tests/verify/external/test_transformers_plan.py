@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from verify.external.transformers.build_program import build
+from verify.external.transformers.check_degrees_and_sizes import PlanSizes
 from verify.external.transformers.config_flag_variants import flag_variants
-from verify.external.transformers.lint_plan import (
+from verify.external.transformers.lint_and_repair_plan import (
     PlanLint,
     WrongParameter,
     generic,
@@ -16,7 +17,6 @@ from verify.external.transformers.lint_plan import (
     plan_repairs,
     styles,
 )
-from verify.external.transformers.parallel_degrees import PlanSizes
 
 TWO = PlanSizes(tp=2)
 

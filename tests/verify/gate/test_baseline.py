@@ -12,7 +12,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.pyproject_settings import read_document
 from tests.verify.gate.results import LATER, entry
 from verify.gate.baseline import quoted, read_baseline, write_baseline
-from verify.results.catalogue import CODES, UNFINISHED
+from verify.results.finding_codes import CODES, UNFINISHED
 
 GOOD = """
 [[finding]]

@@ -12,7 +12,7 @@ from tests.verify.gate.results import LATER, TODAY, entry, finding, report, resu
 from verify.gate.baseline import fingerprints
 from verify.gate.outcome import KNOWN, GateOutcome, ItemResult, judge, updated_entries, worst_code
 from verify.programs.checks.input_and_outcome import outcome_of
-from verify.results.catalogue import UNFINISHED
+from verify.results.finding_codes import UNFINISHED
 from verify.results.report import Check
 from verify.results.verdict import Verdict
 

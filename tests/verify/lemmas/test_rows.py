@@ -11,8 +11,8 @@ from torch import Tensor
 
 from nnscaler.ir.layout_conversion import ROWS
 from nnscaler.layout import Partial, Replicated, Sharded
-from nnscaler.runtime.communication import comm
-from nnscaler.runtime.communication.comm import AxisGroup
+from nnscaler.runtime.communication import differentiable_collectives as comm
+from nnscaler.runtime.communication.differentiable_collectives import AxisGroup
 from nnscaler.runtime.cut_tensors import piece_of
 from verify.programs.lemmas import check_rows
 from verify.programs.lemmas.conversion_lemmas import OF_SLICES, conversions, of_slices

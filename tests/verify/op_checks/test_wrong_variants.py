@@ -10,7 +10,7 @@ from op_registry.registry import default_registry
 from nnscaler.layout import PARTIAL, Sharded
 from nnscaler.runtime.cut_tensors import pieces_of
 from verify.evidence.inputs.operand_shards import lay_of
-from verify.evidence.oracle.wrong_variants import variants_of
+from verify.evidence.oracle.wrong_result_variants import variants_of
 from verify.evidence.verify_op_options import OpOptions
 from verify.operators.verify_spec import verify_spec
 

@@ -29,11 +29,11 @@ from verify.evidence.dimension_types.states import (
     Zero,
 )
 from verify.evidence.inputs.draw_values import random_terms
-from verify.self_test.rules.calls import DrawnCall, draw_split, draw_states, drawn_calls, operands_of
-from verify.self_test.rules.handwritten_calls import direct_calls
-from verify.self_test.rules.rule_fuzz import QUICK, Effort, RuleResult, fuzz_rule, replaced, with_states
-from verify.self_test.rules.run import RulesReport, fuzz_in_children
-from verify.self_test.rules.tensors_in_states import Ranks, Undecided, draw, evaluate, make_ranks, problem
+from verify.self_test.transfer_rules.calls import DrawnCall, draw_split, draw_states, drawn_calls, operands_of
+from verify.self_test.transfer_rules.handwritten_calls import direct_calls
+from verify.self_test.transfer_rules.rule_fuzz import QUICK, Effort, RuleResult, fuzz_rule, replaced, with_states
+from verify.self_test.transfer_rules.run import RulesReport, fuzz_in_children
+from verify.self_test.transfer_rules.tensors_in_states import Ranks, Undecided, draw, evaluate, make_ranks, problem
 
 K, M, Q = sympy.symbols("k m q", integer=True, positive=True)
 SIZES = (M, 2 * K * 3)

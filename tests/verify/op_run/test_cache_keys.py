@@ -17,11 +17,11 @@ import torch
 from tests.verify.op_run.test_cache import load
 from verify.evidence.inputs.find_operator import record_of
 from verify.evidence.verify_op_options import OpOptions
+from verify.operators.run.ambient_torch_state import flags
 from verify.operators.run.cache import Cache, key_of
 from verify.operators.run.fingerprint import Opaque
 from verify.operators.run.job import Job, make_job
 from verify.operators.run.outside_reads import outside_reads
-from verify.operators.run.surroundings import flags
 from verify.operators.run.verify_many import PoolSettings, run_many
 
 HEAD = """

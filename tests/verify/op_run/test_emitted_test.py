@@ -13,9 +13,9 @@ import torch
 
 from nnscaler.errors import NnscalerError
 from verify.evidence.verify_op_options import OpOptions
-from verify.operators.run.python_text import LARGEST, NotWritable, tensor_text
 from verify.operators.run.replay import emit_tests
 from verify.operators.run.targets import find_jobs
+from verify.operators.run.tensors_as_python_text import LARGEST, NotWritable, tensor_text
 from verify.operators.run.verify_many import PoolSettings, run_many
 
 OPTIONS = OpOptions(prove=False, timeout=60.0)

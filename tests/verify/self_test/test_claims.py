@@ -11,7 +11,7 @@ from nnscaler.layout import PARTIAL, REPLICATED, Partial, Sharded
 from verify.evidence.oracle.case_runner import OperatorRunner
 from verify.evidence.split_case import Inputs
 from verify.evidence.verify_op_options import OpOptions, Safeguards
-from verify.self_test.operators.calls_to_mutate import SampledCall, composed_subjects
+from verify.self_test.operators.calls_for_annotation_mutants import SampledCall, composed_subjects
 from verify.self_test.operators.judge_annotation_mutants import (
     AnnotationTable,
     Answer,

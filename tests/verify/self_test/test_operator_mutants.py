@@ -11,10 +11,10 @@ import torch
 
 from tests.sampling import every
 from verify.evidence.verify_op_options import Safeguards
-from verify.results.catalogue import CODES
+from verify.results.finding_codes import CODES
 from verify.results.verdict import Verdict
 from verify.self_test.operators import judge_operator_mutants
-from verify.self_test.operators.ablation import EARNERS, WITNESSES, ablations, run_ablation
+from verify.self_test.operators.ablate_safeguards import EARNERS, WITNESSES, ablations, run_ablation
 from verify.self_test.operators.judge_operator_mutants import Judgement, judge, operator_mutants, run_operators
 from verify.self_test.operators.mutants.mutant import Family, OperatorMutant
 from verify.self_test.operators.mutants.right_backwards import HOSTS, raw

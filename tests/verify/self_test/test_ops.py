@@ -8,7 +8,7 @@ import pytest
 from nnscaler.cli.main import main
 from verify.results.verdict import Verdict
 from verify.self_test.operators import run_self_test
-from verify.self_test.operators.ablation import ANNOTATIONS, EARNERS, AblationRow, AblationTable
+from verify.self_test.operators.ablate_safeguards import ANNOTATIONS, EARNERS, AblationRow, AblationTable
 from verify.self_test.operators.judge_annotation_mutants import AnnotationTable
 from verify.self_test.operators.judge_operator_mutants import Judged, Judgement, OperatorTable
 from verify.self_test.operators.run_self_test import OpsSelfTest, self_test_lines

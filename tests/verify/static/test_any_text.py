@@ -23,8 +23,8 @@ from nnscaler.runtime.program.program_directory import read_program
 from verify.programs.opened_program import open_program
 from verify.programs.typing import check, check_program
 from verify.programs.typing.lines.canonical_calls import NoCall, canonical
-from verify.programs.typing.lines.operations import Typer
-from verify.programs.typing.roles.rank_program_syntax import Assignment, Variable
+from verify.programs.typing.lines.type_operation_lines import Typer
+from verify.programs.typing.program_files.rank_program_syntax import Assignment, Variable
 from verify.results.finding import Finding
 
 HUGE = "1" + "0" * 400

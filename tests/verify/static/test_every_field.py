@@ -22,7 +22,7 @@ import nnscaler
 from nnscaler.codegen.program import Program
 from nnscaler.ir.precision import Precision
 from nnscaler.manifest import Manifest, read_manifest
-from nnscaler.runtime import role
+from nnscaler.runtime import stage_base_class
 from nnscaler.transform.plan import ChunkStep
 from tests.broken import models
 from verify.programs.typing import check_program
@@ -236,15 +236,17 @@ def test_what_does_not_matter_is_proved(name: str, pattern: str, new: str, progr
 
 def fields_of_roles() -> set[str]:
     """All that the runtime can read of a role module: its declarations have no other attributes."""
-    declared = {f"{name}.{f.name}" for name in DECLARED for f in dataclasses.fields(getattr(role, name))}
-    stage = {f"Stage.{name}" for name, kind in role.Stage.__annotations__.items() if "ClassVar" in str(kind)}
+    declared = {f"{name}.{f.name}" for name in DECLARED for f in dataclasses.fields(getattr(stage_base_class, name))}
+    stage = {
+        f"Stage.{name}" for name, kind in stage_base_class.Stage.__annotations__.items() if "ClassVar" in str(kind)
+    }
     return declared | stage | {"STAGES", "RANKS", "SCHEDULE"}
 
 
 def entries_read() -> set[str]:
     """Entries of the manifest that the source of the runtime names, in itself or through the reader and the properties
     of the manifest."""
-    folder, entries = Path(role.__file__).parent, {field.name for field in dataclasses.fields(Manifest)}
+    folder, entries = Path(stage_base_class.__file__).parent, {field.name for field in dataclasses.fields(Manifest)}
     named = {name for file in folder.rglob("*.py") for name in _attributes(file.read_text(encoding="utf-8"))}
     through = {
         entry

@@ -19,7 +19,7 @@ from op_registry.call import AxisArgument, TensorArgument
 from op_registry.samples import SAMPLES
 from op_registry.spec import Refusal
 
-from nnscaler.ir.derive import explain_illegal_choices, input_states, output_states, shards_of
+from nnscaler.ir.derive_operand_layouts import explain_illegal_choices, input_states, output_states, shards_of
 from nnscaler.ir.graph import Graph, LogicalTensor, Operation, Slot
 from nnscaler.ir.legal_layout import explain_illegal, shape_of_rank
 from nnscaler.ir.operation_annotations import Signature, signatures
@@ -27,7 +27,7 @@ from nnscaler.ir.placement import Choice, RunPartial, Split
 from nnscaler.layout import INVARIANT, Partial, Sharded, State
 from tests.layouts import gradient_of, positions
 from tests.op_registry.builtin.oracle import Whole, as_leaf, close, gradients, random_parts, run, whole
-from verify.programs.typing.lines.choices import FreeSplits, legal_choices
+from verify.programs.typing.lines.choices_fitting_operands import FreeSplits, legal_choices
 from verify.programs.typing.lines.uniform_value_dims import Dims, uniform_outputs
 
 AXIS = "r"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import nnscaler
 from nnscaler.codegen.program import Program
 from nnscaler.compile import WantedPlan, compile_traced
-from nnscaler.ir.derive import output_states, resolve
+from nnscaler.ir.derive_operand_layouts import output_states, resolve
 from nnscaler.ir.operation_annotations import signatures
 from nnscaler.layout import Sharded, State
 from nnscaler.tracing import trace

@@ -20,7 +20,7 @@ from op_registry.errors import AnnotationError
 from op_registry.rank_expression import Expression
 from op_registry.spec import Refusal
 
-from nnscaler.ir.derive import explain_illegal_choice, shards_of
+from nnscaler.ir.derive_operand_layouts import explain_illegal_choice, shards_of
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Split
 from verify.evidence.dimension_types.generalise_localize_hooks import NoProof, content, followed_in, leaves, resolved

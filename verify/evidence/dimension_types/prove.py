@@ -15,12 +15,12 @@ from typing import Any
 
 import torch.fx.experimental._config as symbolic_config
 
-from op_registry.annotation.sizes import BoundAnnotation, BoundOperand
+from op_registry.annotation.bind_sizes import BoundAnnotation, BoundOperand
 from op_registry.annotation.splits import splittable
 from op_registry.call import Call
 from op_registry.spec import OperatorSpec
 
-from nnscaler.ir.derive import input_states, output_states
+from nnscaler.ir.derive_operand_layouts import input_states, output_states
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice, RunPartial, Split
 from nnscaler.layout import Invariant, Partial, Replicated, Sharded, gradient_state

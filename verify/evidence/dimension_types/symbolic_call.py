@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StrictMi
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
-from op_registry.annotation.sizes import BoundAnnotation
+from op_registry.annotation.bind_sizes import BoundAnnotation
 from op_registry.bind_annotation import size_arguments
 from op_registry.call import Call, TensorArgument
 

@@ -18,7 +18,7 @@ from op_registry.spec import OperatorSpec
 
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime import ops
-from nnscaler.runtime.communication.comm import AxisGroup
+from nnscaler.runtime.communication.differentiable_collectives import AxisGroup
 
 
 @dataclass(frozen=True)

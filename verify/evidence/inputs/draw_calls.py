@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from op_registry.annotation.sizes import BoundAnnotation
+from op_registry.annotation.bind_sizes import BoundAnnotation
 from op_registry.annotation.syntax_tree import Annotation, Concat, Dim, Group, Identifier, Integer, Opaque, Operand
 from op_registry.annotation.well_formed import parse_checked, tied_identifiers
 from op_registry.call import DType, TensorArgument

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from nnscaler.layout import Partial, Prefix, Sharded, State
-from nnscaler.runtime.communication.comm import AxisGroup
 from nnscaler.runtime.communication.communicator import Communicator
+from nnscaler.runtime.communication.differentiable_collectives import AxisGroup
 from nnscaler.runtime.cut_tensors import join_pieces, nested, pieces_of
 from verify.evidence.inputs.draw_values import random_terms
 

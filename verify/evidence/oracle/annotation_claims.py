@@ -16,7 +16,7 @@ from typing import Literal
 from op_registry.bind_annotation import named_values
 from op_registry.call import TensorArgument
 
-from nnscaler.ir.derive import explain_illegal_choice
+from nnscaler.ir.derive_operand_layouts import explain_illegal_choice
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice, RunPartial, Split
 from verify.evidence.split_case import SplitCase

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from op_registry.code_numbers import deciding_numbers_in, numbers_in
+from op_registry.numbers_in_user_code import deciding_numbers_in, numbers_in
 
 from nnscaler.training.functional_optimizer import Update
 from verify.evidence.operator_trace import Observer

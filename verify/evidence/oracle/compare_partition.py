@@ -16,7 +16,7 @@ from torch import Tensor
 from op_registry.bind_annotation import localise
 from op_registry.call import AxisArgument, Call
 
-from nnscaler.ir.derive import input_states, output_states, shards_of
+from nnscaler.ir.derive_operand_layouts import input_states, output_states, shards_of
 from nnscaler.ir.legal_layout import shape_of_rank
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice
@@ -28,7 +28,7 @@ from verify.evidence.inputs.operand_shards import Lay, gather, groups_of, lay_of
 from verify.evidence.oracle.run_random_operators import random_arguments
 from verify.evidence.oracle.run_whole_operator import WholeRun, as_leaves, gradients_of
 from verify.evidence.oracle.tolerance import Bound
-from verify.evidence.oracle.wrong_variants import Variant, variants_of
+from verify.evidence.oracle.wrong_result_variants import Variant, variants_of
 from verify.evidence.verify_op_options import Safeguards
 from verify.results.tolerance import TensorDifference, difference, largest
 

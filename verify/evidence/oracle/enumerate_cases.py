@@ -15,7 +15,7 @@ from itertools import combinations, product
 
 from op_registry.annotation.syntax_tree import UNSPLIT
 from op_registry.annotation.well_formed import parse_checked
-from op_registry.code_numbers import numbers_in
+from op_registry.numbers_in_user_code import numbers_in
 from op_registry.spec import OperatorSpec
 
 from nnscaler.errors import AnnotationError

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nnscaler.layout import State
-from nnscaler.runtime.role import RunContext
+from nnscaler.runtime.stage_base_class import RunContext
 
 
 @dataclass(frozen=True)

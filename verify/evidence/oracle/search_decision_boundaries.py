@@ -13,7 +13,7 @@ from functools import cache
 from itertools import islice, pairwise
 from math import ceil, inf, prod, sqrt
 
-from op_registry.code_numbers import numbers_in
+from op_registry.numbers_in_user_code import numbers_in
 from op_registry.spec import OperatorSpec
 
 from nnscaler.training.functional_optimizer import Update

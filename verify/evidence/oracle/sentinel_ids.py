@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from op_registry.code_numbers import signed_numbers_in
+from op_registry.numbers_in_user_code import signed_numbers_in
 
 from verify.evidence.inputs.concrete_call import with_tensors
 from verify.evidence.inputs.draw_values import in_order

@@ -12,7 +12,7 @@ from op_registry.call import Call, TensorArgument
 from op_registry.rank_expression import Expression
 from op_registry.spec import OperatorSpec
 
-from nnscaler.ir.derive import input_states, output_states, shards_of
+from nnscaler.ir.derive_operand_layouts import input_states, output_states, shards_of
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice
 from nnscaler.layout import Partial, State, gradient_state

@@ -17,7 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verify.evidence.smt.element_arithmetic import Numbers, Unsupported, kind_of_dtype, literal
-from verify.evidence.smt.semantics import factories_and_copies, indexing, loss, normalise, pointwise, reduce, window
+from verify.evidence.smt.semantics import (
+    convolution_and_unfold,
+    factories_and_copies,
+    indexing,
+    loss,
+    pointwise,
+    reductions_and_products,
+    softmax_and_norms,
+)
 from verify.evidence.smt.semantics.element_arrays import Array, Given, Rule
 from verify.evidence.smt.storage_trace import StoragePlace, StorageStep, StorageTrace
 
@@ -27,11 +35,11 @@ from verify.evidence.smt.storage_trace import StoragePlace, StorageStep, Storage
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
         **pointwise.RULES,
-        **reduce.RULES,
+        **reductions_and_products.RULES,
         **factories_and_copies.RULES,
         **indexing.RULES,
-        **window.RULES,
-        **normalise.RULES,
+        **convolution_and_unfold.RULES,
+        **softmax_and_norms.RULES,
         **loss.RULES,
     }
 )

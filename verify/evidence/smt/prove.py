@@ -20,7 +20,7 @@ from op_registry.bind_annotation import bind_call, linear_sets
 from op_registry.call import Call, TensorArgument
 from op_registry.spec import OperatorSpec, Refusal
 
-from nnscaler.ir.derive import explain_illegal_choice
+from nnscaler.ir.derive_operand_layouts import explain_illegal_choice
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice, RunPartial, Split
 from verify.evidence.inputs.concrete_call import ConcreteCall

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from op_registry.annotation.sizes import BoundAnnotation, BoundOperand
+from op_registry.annotation.bind_sizes import BoundAnnotation, BoundOperand
 from op_registry.bind_annotation import size_arguments
 from op_registry.call import Call, TensorArgument
 from op_registry.spec import OperatorSpec

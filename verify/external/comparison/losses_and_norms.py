@@ -12,7 +12,7 @@ from torch import Tensor
 from verify.external.comparison.comparison_records import ComparisonResult, Difference, ProgramRun
 from verify.external.comparison.micro_batch_reference import MEAN_OF_MEANS, cause_by_micro_batches
 from verify.external.reference import data_part, mean_of
-from verify.programs.causes.table import cause_of
+from verify.programs.causes.find_cause_of_wrong_tensor import cause_of
 from verify.programs.causes.wrong_tensor import CLOSE, VAGUE, Cause
 from verify.results.tolerance import difference
 from verify.results.verdict import Verdict

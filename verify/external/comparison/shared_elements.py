@@ -15,7 +15,7 @@ from torch import Tensor
 from verify.external.comparison.comparison_records import ProgramRun
 from verify.external.observe_rank_run import RankRecord
 from verify.external.parameter_mapping import RankPiece
-from verify.programs.causes.table import cause_of
+from verify.programs.causes.find_cause_of_wrong_tensor import cause_of
 from verify.programs.causes.wrong_tensor import VAGUE, Cause
 from verify.results.tolerance import largest
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from verify.evidence.dimension_types.states import SAME, Shard, State
-from verify.external.proof.call_layouts import Failure, Lifting, Pair, PairedCall
 from verify.external.proof.call_normal_form import OperatorForm
 from verify.external.proof.extra_transfer_rules import OWN_ROWS
 from verify.external.proof.facts import Fact
 from verify.external.proof.rank_graph import CallOutput, Form
+from verify.external.proof.result_states_of_rank_call import Failure, Lifting, Pair, PairedCall
 from verify.external.proof.scalar_factors import tensors_of
 from verify.external.proof.terms import UNIT, Terms
 

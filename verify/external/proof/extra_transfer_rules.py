@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 from verify.evidence.dimension_types.rules import conclude
 from verify.evidence.dimension_types.rules.call_with_states import Operand, Rule, RuleCall, unknown
-from verify.evidence.dimension_types.rules.einsum_labels import Labelled, Labels, labelled, letters
+from verify.evidence.dimension_types.rules.labelled_dims_rule import Labelled, Labels, labelled, letters
 from verify.evidence.dimension_types.states import PARTIAL_SUM, SAME, State, Unknown, checked, split_dims
 
 _SUM = 2  # `reduction`

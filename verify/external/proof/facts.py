@@ -23,7 +23,7 @@ from verify.evidence.dimension_types.states import (
     State,
     Zero,
 )
-from verify.external.proof.call_layouts import States
+from verify.external.proof.result_states_of_rank_call import States
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ from fractions import Fraction
 
 from nnscaler.layout import Axis
 from verify.evidence.dimension_types.states import PARTIAL_SUM, SAME, Constant, PartialSum, Shard, State, Zero, join
-from verify.external.proof.call_layouts import States, local_shape
 from verify.external.proof.facts import Fact, NoFact, as_terms
 from verify.external.proof.rank_graph import CallOutput, HeldInGraph, RankGraph
 from verify.external.proof.reference_as_terms import ProofReference
+from verify.external.proof.result_states_of_rank_call import States, local_shape
 from verify.external.proof.terms import UNIT, Terms, WholeTerm, close
 
 

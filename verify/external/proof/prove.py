@@ -21,7 +21,6 @@ from op_registry.spec import SourceLocation
 from nnscaler.layout import Axis
 from verify.external.program import ExternalProgram
 from verify.external.proof.align_ranks import Aligned, align
-from verify.external.proof.call_layouts import Lifting
 from verify.external.proof.facts import Fact, NoFact
 from verify.external.proof.follow_rank_graph import Followed, Follower, Lost
 from verify.external.proof.premises_and_goals import (
@@ -34,6 +33,7 @@ from verify.external.proof.premises_and_goals import (
 )
 from verify.external.proof.rank_graph import CallOutput, HeldInGraph, RankGraph
 from verify.external.proof.reference_as_terms import ProofReference, read_reference
+from verify.external.proof.result_states_of_rank_call import Lifting
 from verify.external.proof.terms import WholeTerm
 from verify.external.proof.trace import NotTraced, trace_rank, trace_whole, without_collection
 from verify.results.finding import Finding

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from nnscaler.runtime.communication.communicator import CommunicationCall
-from verify.external.ranks.begun_calls import BegunLines, BegunWork
 from verify.external.ranks.call_sites import phase, place_of_call
 from verify.external.ranks.collective_semantics import CollectiveShare
 from verify.external.ranks.torch_private import BACKEND, ProcessGroup, current_worlds, premultiplier
+from verify.external.ranks.unwaited_async_calls import BegunLines, BegunWork
 
 Items = Sequence[Sequence[Tensor]]
 Real = tuple[Any, ...]  # the name of a method of a group of torch, and its arguments without options

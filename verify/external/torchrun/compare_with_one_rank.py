@@ -13,14 +13,14 @@ from nnscaler.errors import few
 from verify.external.comparison.compare import compare
 from verify.external.comparison.comparison_records import ComparisonResult, Difference, PartGradients, ProgramRun
 from verify.external.comparison.findings import findings
-from verify.external.comparison.noise import AGREES, DRAWS, Noise, distances
+from verify.external.comparison.reference_rounding_noise import AGREES, DRAWS, Noise, distances
 from verify.external.comparison.replicas_under_dropout import NAME as COPIES
 from verify.external.observe_rank_run import RankRecord
 from verify.external.parameter_mapping import RankPiece
 from verify.external.ranks.run_result import RanksFailed
 from verify.external.reference import PlainReference, ReferenceStep
-from verify.external.torchrun.feed import Material, Way
-from verify.external.torchrun.left_open import idle_at_start, left_open
+from verify.external.torchrun.feed_data_of_all_ranks import Material, Way
+from verify.external.torchrun.find_comparison_gaps import idle_at_start, left_open
 from verify.external.torchrun.match_one_rank import (
     Layout,
     own_gradients,

@@ -12,8 +12,8 @@ from verify.external.observe_rank_run import ObservedStep, RankRecord
 from verify.external.parameter_mapping import Addresses, Lookup, RankPiece, StateMap
 from verify.external.program import ExternalProgram
 from verify.external.reference import PlainReference, ReferenceStep
-from verify.external.torchrun.data_tensors import close
-from verify.external.torchrun.feed import Material
+from verify.external.torchrun.feed_data_of_all_ranks import Material
+from verify.external.torchrun.find_and_replace_data import close
 from verify.external.torchrun.records import Events, HeldInScript, ScriptRecord
 
 

@@ -16,7 +16,7 @@ from verify.evidence.inputs.random_state import seed_all
 from verify.external.ranks.dtensor_attention import register_attention
 from verify.external.ranks.torch_private import FileStore
 from verify.external.torchrun.cuda_on_cpu import cpu_changes, replaced
-from verify.external.torchrun.feed import RanksFeed
+from verify.external.torchrun.feed_data_of_all_ranks import RanksFeed
 from verify.external.torchrun.records import ScriptRecord, Start, Stopped
 from verify.external.torchrun.watch import ScriptWatch
 

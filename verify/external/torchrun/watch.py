@@ -25,8 +25,8 @@ from nnscaler.runtime.training.autocast import autocast_on
 from nnscaler.tracing.float64_run import exact, exact_tensor
 from verify.external.observe_rank_run import changed, local_gradient, note_on_hooks
 from verify.external.torchrun.cuda_on_cpu import left_as_filled, replaced
-from verify.external.torchrun.data_tensors import ScriptMode, exchanged, settings_of, varied
-from verify.external.torchrun.feed import RanksFeed
+from verify.external.torchrun.feed_data_of_all_ranks import RanksFeed
+from verify.external.torchrun.find_and_replace_data import ScriptMode, exchanged, settings_of, varied
 from verify.external.torchrun.records import ScriptRecord, SeenStep, Start, Stopped, Tensors
 from verify.external.torchrun.script_state import ScriptState
 from verify.external.torchrun.watch_clipping import ClippingWatch, scalar

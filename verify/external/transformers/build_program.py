@@ -19,8 +19,14 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from nnscaler.errors import NnscalerError
 from verify.external.program import Batch, ExternalProgram, PretrainedFunctions, Step, default_step
 from verify.external.request import LIBRARY
+from verify.external.transformers.check_degrees_and_sizes import (
+    PlanChanges,
+    PlanSizes,
+    check_plans,
+    check_sizes,
+    other_sizes,
+)
 from verify.external.transformers.find_config import configuration, library, with_settings
-from verify.external.transformers.parallel_degrees import PlanChanges, PlanSizes, check_plans, check_sizes, other_sizes
 from verify.external.transformers.shrink_config import Sizes, shrink
 
 ROWS, LENGTH = 4, 16  # of a batch: sequences, and tokens of each

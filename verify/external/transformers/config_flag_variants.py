@@ -13,8 +13,8 @@ import torch
 
 from nnscaler.errors import NnscalerError, few
 from verify.external.transformers.build_program import model_classes, small_configuration
+from verify.external.transformers.check_degrees_and_sizes import PlanSizes
 from verify.external.transformers.find_config import fields_of, with_settings
-from verify.external.transformers.parallel_degrees import PlanSizes
 
 # Names of flags that change a path without a parameter of its own
 _PATHS = re.compile(

@@ -13,9 +13,9 @@ from nnscaler.errors import NnscalerError
 from verify.external.program import ExternalProgram
 from verify.external.request import LIBRARY, SIZES, ExternalRequest, read_setting
 from verify.external.transformers.build_program import BuiltModel, build, distributed_options, transformers_program
+from verify.external.transformers.check_degrees_and_sizes import PlanChanges, PlanSizes
 from verify.external.transformers.config_flag_variants import flag_variants
 from verify.external.transformers.find_config import targets
-from verify.external.transformers.parallel_degrees import PlanChanges, PlanSizes
 from verify.external.transformers.repro_script import minimal_script
 
 ALL = f"{LIBRARY}all"

@@ -8,7 +8,7 @@ from dataclasses import replace
 from nnscaler.errors import NnscalerError
 from verify.external.request import ExternalRequest
 from verify.external.transformers.expand_requests import model_of, program_of
-from verify.external.transformers.lint_plan import PlanRepair, WrongParameter, plan_lints, plan_repairs
+from verify.external.transformers.lint_and_repair_plan import PlanRepair, WrongParameter, plan_lints, plan_repairs
 from verify.external.verify import Progress
 from verify.external.verify_on_levels import verify_levels
 from verify.results.finding import Finding

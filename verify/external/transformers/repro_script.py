@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from verify.external.transformers.build_program import NOISE, BuiltModel
+from verify.external.transformers.check_degrees_and_sizes import PlanSizes
 from verify.external.transformers.find_config import fields_of, library
-from verify.external.transformers.parallel_degrees import PlanSizes
 from verify.external.transformers.shrink_config import lacking
 
 WRONG = 1e-2  # relative error of a gradient in float32 from which the script calls it wrong; rounding gives 1e-6

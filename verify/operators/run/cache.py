@@ -22,9 +22,9 @@ from nnscaler.atomic_writes import replace_text
 from nnscaler.pyproject_settings import cache_folder
 from nnscaler.records_as_json import decode, encode
 from verify.evidence.verify_op_options import OpOptions
+from verify.operators.run.ambient_torch_state import surroundings
 from verify.operators.run.fingerprint import fingerprint
 from verify.operators.run.job import Job
-from verify.operators.run.surroundings import surroundings
 from verify.results.report import Report, environment
 from verify.results.verdict import Verdict
 

@@ -30,9 +30,9 @@ from verify.evidence.oracle.run_whole_operator import as_leaves
 from verify.evidence.oracle.tolerance import Bound
 from verify.evidence.split_case import SplitCase
 from verify.evidence.verify_op_options import OpOptions
-from verify.operators.audit.derivative import ABOUT
-from verify.operators.run.python_text import NotWritable, call_text, piece_text, tensor_text
+from verify.operators.audit.check_handwritten_derivative import ABOUT
 from verify.operators.run.reproduce_token import Token
+from verify.operators.run.tensors_as_python_text import NotWritable, call_text, piece_text, tensor_text
 from verify.results.finding import Finding
 from verify.results.tolerance import FAMILY_SHARE
 

@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from torch._library.custom_ops import OPDEFS, CustomOpDef
 
-from op_registry.code_numbers import names_in
+from op_registry.numbers_in_user_code import names_in
 from op_registry.spec import OperatorSpec
 
 from nnscaler.runtime.tensor_bits import bits_of
-from verify.operators.run.trusted_code import (
+from verify.operators.run.code_identified_by_version import (
     DESCRIPTORS,
     NATIVE,
     OURS,

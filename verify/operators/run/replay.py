@@ -15,9 +15,9 @@ from verify.evidence.oracle.case_runner import CaseResult, OperatorRunner, Whole
 from verify.evidence.verify_op_options import OpOptions
 from verify.operators.run.emitted_test import EmittedFinding, write_tests
 from verify.operators.run.job import Job, make_job
-from verify.operators.run.python_text import NotWritable
 from verify.operators.run.reproduce_token import PREFIX, Token, decode, encode
 from verify.operators.run.run_job import Reproduce, verify_job
+from verify.operators.run.tensors_as_python_text import NotWritable
 from verify.operators.run.verify_many import PoolSettings, run_many
 from verify.operators.verify_spec import refutation
 from verify.processes.pool import Done, Note, Raised, run_forked, run_here, why_not_fork

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from verify.programs.causes.table import cause_of
+from verify.programs.causes.find_cause_of_wrong_tensor import cause_of
 from verify.programs.causes.wrong_tensor import STAGES, WrongTensor, exact, on_ranks
 from verify.programs.checks.gradient_norm import cause_of_update
 from verify.programs.checks.input_and_outcome import CheckOutcome, Comparison, Tally

@@ -9,8 +9,8 @@ from types import ModuleType
 from torch import Tensor
 
 from nnscaler.layout import IN_STEP, Replicated, States
-from nnscaler.runtime.role import Buffer, Parameter, Stage
 from nnscaler.runtime.shards import UnequalCopies, assemble, ravel, unravel
+from nnscaler.runtime.stage_base_class import Buffer, Parameter, Stage
 from nnscaler.runtime.tensor_bits import same_bits
 from verify.programs.execution.record_rank_steps import Entry, RankResult
 

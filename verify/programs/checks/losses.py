@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from nnscaler.runtime.shards import unravel
-from verify.programs.causes.table import cause_of
+from verify.programs.causes.find_cause_of_wrong_tensor import cause_of
 from verify.programs.causes.wrong_tensor import WrongTensor, exact
 from verify.programs.checks.input_and_outcome import CheckOutcome, Comparison, Tally
 from verify.results.finding import Finding

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from nnscaler.layout import MICRO, Partial, State, gradient_state, parse_state
 from nnscaler.manifest import Manifest
-from nnscaler.runtime.role import Stage, place_in_time, sizes_in_time
 from nnscaler.runtime.shards import Assembled, assemble, ravel, shard, unravel
-from verify.programs.causes.table import cause_of
+from nnscaler.runtime.stage_base_class import Stage, place_in_time, sizes_in_time
+from verify.programs.causes.find_cause_of_wrong_tensor import cause_of
 from verify.programs.causes.wrong_tensor import WrongTensor, laid_out
 from verify.results.tolerance import FAMILY_SHARE, difference, largest
 

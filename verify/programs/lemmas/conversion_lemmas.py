@@ -40,8 +40,8 @@ from nnscaler.layout import (
     State,
     gradient_state,
 )
-from nnscaler.runtime.communication import comm
-from nnscaler.runtime.communication.comm import AxisGroup
+from nnscaler.runtime.communication import differentiable_collectives as comm
+from nnscaler.runtime.communication.differentiable_collectives import AxisGroup
 from nnscaler.runtime.communication.simulator import SimulatedCommunicator, Simulator
 from nnscaler.runtime.communication.token_slice_cache import KeptRows
 from nnscaler.runtime.cut_tensors import pieces_of
@@ -83,7 +83,7 @@ class Conversion:
 
 
 def check_rows(rows_used: Iterable[str], parts: Sequence[int] = PARTS) -> CheckOutcome:
-    """Check these functions of `nnscaler.runtime.communication.comm`. `parts`: the sizes of the axis that are tried.
+    """Check these functions of `differentiable_collectives`. `parts`: the sizes of the axis that are tried.
 
     PROVED (bounded): for all values, at these numbers of parts. A function that the table does not have is REFUTED.
     """

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from op_registry.annotation.sizes import BoundAnnotation
+from op_registry.annotation.bind_sizes import BoundAnnotation
 from op_registry.bind_annotation import bind_call
 from op_registry.call import Call, TensorArgument
 from op_registry.errors import AnnotationError

@@ -32,7 +32,7 @@ from verify.programs.lemmas.result import Lemma, LemmaResult, Memo
 from verify.programs.lemmas.small_call import Representative, represent
 from verify.programs.lemmas.statement import Claim, RunsWhole, claims_of, strided
 from verify.programs.typing import Obligation
-from verify.results.catalogue import INCOMPARABLE
+from verify.results.finding_codes import INCOMPARABLE
 from verify.results.verdict import Condition, Verdict
 
 # Operators that every rank of an axis runs whole.

@@ -9,7 +9,7 @@ from math import gcd, lcm, prod
 
 import z3  # type: ignore[import-untyped]
 
-from op_registry.annotation.sizes import BoundAnnotation, BoundDim
+from op_registry.annotation.bind_sizes import BoundAnnotation, BoundDim
 from op_registry.annotation.syntax_tree import UNSPLIT
 
 from nnscaler.ir.graph import Graph, Operation

@@ -16,7 +16,7 @@ from op_registry.registry import facts_of
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.operation_annotations import Signature, signatures
 from nnscaler.layout import MICRO
-from verify.programs.lemmas.resized_run import rerun
+from verify.programs.lemmas.run_graph_at_other_sizes import rerun
 from verify.programs.lemmas.size_conditions import (
     Divides,
     Followed,

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from op_registry.annotation.sizes import BoundAnnotation
+from op_registry.annotation.bind_sizes import BoundAnnotation
 from op_registry.annotation.syntax_tree import UNSPLIT
 from op_registry.call import Call, TensorArgument
 from op_registry.errors import AnnotationError

@@ -16,8 +16,8 @@ import torch
 
 from nnscaler.ir.graph import Operation, Slot
 from nnscaler.layout import MICRO, Partial, Sharded
-from nnscaler.runtime.communication.comm import AxisGroup
-from nnscaler.runtime.role import Stage
+from nnscaler.runtime.communication.differentiable_collectives import AxisGroup
+from nnscaler.runtime.stage_base_class import Stage
 from verify.programs.localise.forced_run import TaughtRun
 from verify.programs.localise.instrument_statements import ATTRIBUTE, Statement, shown
 from verify.programs.localise.judge import operation_of, wrong_gradients, wrong_values

@@ -9,9 +9,9 @@ from math import prod
 from torch import Tensor
 
 from nnscaler.ir.graph import Graph
-from nnscaler.runtime.role import Parameter, Stage, sizes_in_time
 from nnscaler.runtime.shards import cut_further, shard, unravel
-from verify.programs.causes.table import cause_of
+from nnscaler.runtime.stage_base_class import Parameter, Stage, sizes_in_time
+from verify.programs.causes.find_cause_of_wrong_tensor import cause_of
 from verify.programs.causes.wrong_tensor import CLOSE, Part, WrongTensor, exact, on_ranks
 from verify.programs.checks.input_and_outcome import SHOWN
 from verify.programs.localise.culprit_record import Culprit, Key, RoleLine

@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from nnscaler.layout import Sharded, State
-from nnscaler.runtime.role import Parameter, Stage
 from nnscaler.runtime.shards import shard
-from verify.programs.causes.table import cuts
+from nnscaler.runtime.stage_base_class import Parameter, Stage
+from verify.programs.causes.find_cause_of_wrong_tensor import cuts
 from verify.programs.localise.candidate_repairs import Replay
 from verify.programs.localise.culprit_record import Culprit, Key, RoleLine
 from verify.programs.localise.judge import CLOSE, Wrong

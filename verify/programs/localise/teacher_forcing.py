@@ -61,8 +61,8 @@ import torch
 from torch import Tensor
 
 from nnscaler.layout import Partial, State
-from nnscaler.runtime.role import Parameter, Stage, is_trained, place_in_time, sizes_in_time
 from nnscaler.runtime.shards import unravel
+from nnscaler.runtime.stage_base_class import Parameter, Stage, is_trained, place_in_time, sizes_in_time
 from verify.programs.execution.compare_variables import Pieces, Variable, gradient_states
 from verify.programs.localise.deal_shards import Dealer
 from verify.programs.localise.instrument_statements import Statement

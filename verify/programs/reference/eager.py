@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from nnscaler.errors import NnscalerError
-from nnscaler.runtime.training.gradients.separate_gradients import separate_gradients
-from nnscaler.tracing.export.locations import model_errors
+from nnscaler.runtime.training.gradients.unshare_gradient_memory import separate_gradients
 from nnscaler.tracing.export.loss_module import Results, results_of
 from nnscaler.tracing.export.module_copies import copied
+from nnscaler.tracing.export.user_source_locations import model_errors
 from nnscaler.tracing.float64_run import convert_floats, exact, own_dtype, run_backward, with_draws, without_dropout
 from nnscaler.tracing.sample_inputs import SampleInputs
 from verify.programs.reference.program_draws import Draw, ProgramDraws, UnmatchedDraws

@@ -19,7 +19,7 @@ from torch import Tensor
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.runtime.ops.random import logical_uniform, normal_of
 from nnscaler.tracing.graph_builder import dtype_of
-from nnscaler.tracing.passes.random_draws import IN_PLACE, FixedDraws, Now, formula_of, numbers_of
+from nnscaler.tracing.passes.lower_random_draws import IN_PLACE, FixedDraws, Now, formula_of, numbers_of
 
 _RRELU = "aten.rrelu_with_noise"
 _BERNOULLI = "aten.bernoulli_.float"  # how torch draws the mask of every dropout

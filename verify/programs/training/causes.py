@@ -13,10 +13,10 @@ from math import log2
 
 from torch import Tensor
 
-from verify.programs.causes.table import cause_of, misplaced
+from verify.programs.causes.find_cause_of_wrong_tensor import cause_of, misplaced
 from verify.programs.causes.wrong_tensor import STAGES, Place, WrongTensor
 from verify.programs.checks.gradient_norm import cause_of_norm, own_norms
-from verify.programs.training import causes_in_parameter_versions, causes_of_losses, mistake_effects
+from verify.programs.training import causes_in_parameter_versions, mistake_effects_on_losses, mistake_effects_on_updates
 from verify.programs.training.training_run_pair import Alternatives, Candidate, ComparedValue, Trained
 
 CLOSE = 1e-8  # an alternative that is this near is the one
@@ -102,14 +102,14 @@ def _norm(found: ComparedValue) -> str | None:
 
 
 _ALTERNATIVES: Mapping[str, Callable[[Trained, ComparedValue], Alternatives]] = {
-    "learning rate": causes_of_losses.of_rate,
-    "loss": causes_of_losses.of_loss,
-    "gradient": mistake_effects.of_gradient,
-    "norm": mistake_effects.of_norm,
-    "state": mistake_effects.of_state,
-    "parameter": mistake_effects.of_parameter,
-    "buffer": causes_of_losses.of_buffer,
-    "evaluation": causes_of_losses.of_evaluation,
+    "learning rate": mistake_effects_on_losses.of_rate,
+    "loss": mistake_effects_on_losses.of_loss,
+    "gradient": mistake_effects_on_updates.of_gradient,
+    "norm": mistake_effects_on_updates.of_norm,
+    "state": mistake_effects_on_updates.of_state,
+    "parameter": mistake_effects_on_updates.of_parameter,
+    "buffer": mistake_effects_on_losses.of_buffer,
+    "evaluation": mistake_effects_on_losses.of_evaluation,
 }
 _IN_STREAMS: Mapping[str, Callable[[Trained, ComparedValue], Alternatives]] = {
     "loss": causes_in_parameter_versions.of_loss,

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from nnscaler.errors import NnscalerError
-from nnscaler.runtime.role import Stage
+from nnscaler.runtime.stage_base_class import Stage
 from verify.programs.checks.input_and_outcome import CheckOutcome
 from verify.programs.delayed_sgd import semantics, staleness_of
 from verify.programs.execution.run_on_backend import Failure
@@ -32,8 +32,8 @@ from verify.programs.training.run import (
     scales,
 )
 from verify.programs.training.training_recipe import Course, carried_by, class_of, undecayed_of
-from verify.programs.typing.roles.parse_rank_program import read_role
-from verify.programs.typing.roles.rank_program_syntax import Unreadable
+from verify.programs.typing.program_files.parse_rank_program import read_role
+from verify.programs.typing.program_files.rank_program_syntax import Unreadable
 from verify.results.report import Check
 from verify.results.verdict import Verdict
 

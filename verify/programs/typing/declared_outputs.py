@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from nnscaler.ir.graph import Graph
 from verify.programs.typing.explain_layout_mismatch import disagreement
 from verify.programs.typing.lines.walk import Noted, Reading
-from verify.programs.typing.roles.rank_program_syntax import ResultText
+from verify.programs.typing.program_files.rank_program_syntax import ResultText
 from verify.programs.typing.typed_value import Mistake, normal
 
 

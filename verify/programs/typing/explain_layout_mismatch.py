@@ -15,7 +15,7 @@ from op_registry.registry import facts_of
 from nnscaler.ir.graph import LogicalTensor, Operation
 from nnscaler.layout import Invariant, Partial, Replicated, Sharded, State
 from verify.programs.typing.lines.canonical_calls import operator_of
-from verify.programs.typing.roles.rank_program_syntax import Assignment
+from verify.programs.typing.program_files.rank_program_syntax import Assignment
 from verify.programs.typing.typed_value import Held, Mistake
 
 

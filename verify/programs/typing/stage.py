@@ -8,10 +8,10 @@ from dataclasses import replace
 from nnscaler.ir.graph import Graph, LogicalTensor
 from nnscaler.ir.legal_layout import explain_illegal
 from nnscaler.layout import IN_STEP, INVARIANT, REPLICATED, Layout, Partial, Replicated, Sharded
-from verify.programs.typing.lines.operations import Typer
+from verify.programs.typing.lines.type_operation_lines import Typer
 from verify.programs.typing.lines.walk import Reading, Scope, Walk
-from verify.programs.typing.roles.parse_stage_body import shadowing
-from verify.programs.typing.roles.rank_program_syntax import Body, InputText, StageText, StoredText, Variable
+from verify.programs.typing.program_files.parse_stage_body import shadowing
+from verify.programs.typing.program_files.rank_program_syntax import Body, InputText, StageText, StoredText, Variable
 from verify.programs.typing.typed_value import Axes, Held, Mistake, axes_of, normal
 
 

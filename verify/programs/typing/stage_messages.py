@@ -19,7 +19,7 @@ from nnscaler.runtime.shards import logical_coordinates, unravel
 from verify.programs.typing.lines.match_call import same_shape, shape_text
 from verify.programs.typing.lines.uniform_value_dims import NO_DIMS, Dims
 from verify.programs.typing.lines.walk import Noted, Reading
-from verify.programs.typing.roles.rank_program_syntax import ExchangeText, MessageText, Piece, StageText
+from verify.programs.typing.program_files.rank_program_syntax import ExchangeText, MessageText, Piece, StageText
 from verify.programs.typing.typed_value import Axes, Held, Mistake, axes_of
 
 # Transfers between meshes of different shape: the listed pieces, judged element by element.

@@ -13,7 +13,7 @@ from nnscaler.ir.legal_layout import explain_illegal
 from nnscaler.layout import INVARIANT, PARTIAL, Sharded
 from verify.programs.typing.explain_layout_mismatch import disagreement
 from verify.programs.typing.lines.walk import Noted, Reading
-from verify.programs.typing.roles.rank_program_syntax import StageText, StoredText
+from verify.programs.typing.program_files.rank_program_syntax import StageText, StoredText
 from verify.programs.typing.stage import leaf_layout
 from verify.programs.typing.typed_value import Held, Mistake, normal
 

@@ -13,7 +13,7 @@ from nnscaler.ir.graph import Graph
 from nnscaler.layout import INVARIANT, MICRO, SLICE, Layout, Replicated, State
 from verify.programs.checks.input_and_outcome import CheckOutcome, outcome_of
 from verify.programs.source_map import SourceMap
-from verify.programs.typing.roles.rank_program_syntax import StageText
+from verify.programs.typing.program_files.rank_program_syntax import StageText
 from verify.results.finding import Finding
 from verify.results.report import Check
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from nnscaler.communication.stage_calls import ranks_text
+from nnscaler.communication.stage_communication_calls import ranks_text
 from nnscaler.instructions import read_instruction
 from nnscaler.manifest import Bar, TimelineRow, TimelineRows
 from nnscaler.timeline_events import RECEIVED, SENT, Event, Ranks, StepEvents

@@ -24,8 +24,8 @@ from verify.report_formats.html.page_elements import (
     value_html,
 )
 from verify.report_formats.machine_format_findings import findings_of
-from verify.results.catalogue import CODES, UNDECIDED
 from verify.results.finding import Finding
+from verify.results.finding_codes import CODES, UNDECIDED
 from verify.results.report import Check, Report
 from verify.results.typed_attachments import Certificate, LemmaRow
 from verify.results.verdict import Verdict

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from nnscaler.communication.stage_calls import ranks_text
-from nnscaler.communication.stage_memory import stage_memory
-from nnscaler.performance.predict import Replay
+from nnscaler.communication.stage_communication_calls import ranks_text
+from nnscaler.communication.stage_memory_and_work import stage_memory
+from nnscaler.performance.predict_step_time import Replay
 from nnscaler.performance.predicted_events import step_events
 from nnscaler.planning.cluster.description import show_bytes, show_seconds
 from nnscaler.planning.planner.find_plan import Found

@@ -19,13 +19,12 @@ from verify.results.styled_line import StyledLine, plain
 from verify.results.verdict import Verdict
 from verify.self_test.external import (
     known_bugs,
-    right_by_hand,
-    right_pipelines,
-    right_replicated,
-    right_sharded,
-    right_tensor_parallel,
+    right_handwritten_programs,
+    right_pipeline_programs,
+    right_replicated_programs,
+    right_sharded_programs,
+    right_tensor_parallel_programs,
 )
-from verify.self_test.external.edits import ExternalMutant
 from verify.self_test.external.mutants import (
     data_parallelism,
     fully_shard,
@@ -34,9 +33,16 @@ from verify.self_test.external.mutants import (
     pipeline_parallelism,
     tensor_parallel_plans,
 )
+from verify.self_test.external.mutants_and_edits import ExternalMutant
 from verify.self_test.run_rows import Progress, closing_line, family_lines, run_groups
 
-_TABLES = (right_tensor_parallel, right_sharded, right_replicated, right_pipelines, right_by_hand)
+_TABLES = (
+    right_tensor_parallel_programs,
+    right_sharded_programs,
+    right_replicated_programs,
+    right_pipeline_programs,
+    right_handwritten_programs,
+)
 PROGRAMS: Mapping[str, ExternalProgram] = {name: p for table in _TABLES for name, p in table.PROGRAMS.items()}
 assert len(PROGRAMS) == sum(len(table.PROGRAMS) for table in _TABLES), "two programs have one name"
 

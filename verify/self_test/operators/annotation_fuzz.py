@@ -21,7 +21,7 @@ from op_registry.call import Call
 from op_registry.samples import Sample, samples_of
 from op_registry.spec import OperatorSpec
 
-from nnscaler.ir.derive import explain_illegal_choice
+from nnscaler.ir.derive_operand_layouts import explain_illegal_choice
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice, RunPartial, Split
 from verify.evidence.dimension_types.prove import prove

@@ -23,7 +23,7 @@ from op_registry.registry import output_only
 from op_registry.spec import Refusal
 
 from nnscaler.errors import AnnotationError
-from nnscaler.ir.derive import explain_illegal_choice, input_states, output_states
+from nnscaler.ir.derive_operand_layouts import explain_illegal_choice, input_states, output_states
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Split
 from nnscaler.layout import State
@@ -32,7 +32,7 @@ from verify.evidence.oracle.compare_partition import ShardRaised, compare_partit
 from verify.evidence.oracle.size_checked_kernels import raised_on_meta
 from verify.evidence.verify_op_options import Safeguards
 from verify.self_test.operators.annotation_mutants import annotation_mutants
-from verify.self_test.operators.calls_to_mutate import SampledCall
+from verify.self_test.operators.calls_for_annotation_mutants import SampledCall
 from verify.self_test.operators.second_opinion import holds
 from verify.self_test.run_rows import Progress, run_rows
 

@@ -13,8 +13,8 @@ from itertools import chain
 
 from verify.evidence.verify_op_options import OpOptions
 from verify.results.styled_line import StyledLine, plain
-from verify.self_test.operators.ablation import ANNOTATIONS, EARNERS, WITNESSES, AblationTable, run_ablation
-from verify.self_test.operators.calls_to_mutate import builtin_subjects, composed_subjects
+from verify.self_test.operators.ablate_safeguards import ANNOTATIONS, EARNERS, WITNESSES, AblationTable, run_ablation
+from verify.self_test.operators.calls_for_annotation_mutants import builtin_subjects, composed_subjects
 from verify.self_test.operators.judge_annotation_mutants import (
     STAGES,
     SURVIVORS,
@@ -24,8 +24,8 @@ from verify.self_test.operators.judge_annotation_mutants import (
 )
 from verify.self_test.operators.judge_operator_mutants import REQUIRED, OperatorTable, operator_mutants, run_operators
 from verify.self_test.operators.mutants.mutant import OperatorMutant
-from verify.self_test.rules.run import RulesReport, fuzz_rules
 from verify.self_test.run_rows import Progress, closing_line
+from verify.self_test.transfer_rules.run import RulesReport, fuzz_rules
 
 QUICK_SAMPLES = 50  # every so many of the built-in operators' sample calls
 QUICK_COMPOSED = 3

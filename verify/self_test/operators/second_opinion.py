@@ -16,7 +16,7 @@ from torch import Tensor
 from op_registry.bind_annotation import localise
 from op_registry.spec import Refusal
 
-from nnscaler.ir.derive import input_states, output_states, shards_of
+from nnscaler.ir.derive_operand_layouts import input_states, output_states, shards_of
 from nnscaler.ir.legal_layout import shape_of_rank
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice

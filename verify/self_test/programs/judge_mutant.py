@@ -29,7 +29,7 @@ from verify.programs.training.compare_delayed_sgd import PLAIN, is_stream, make_
 from verify.programs.training.eager import EagerRun
 from verify.programs.training.run import Training, compare_runs, run_ranks
 from verify.programs.typing import check_program
-from verify.programs.typing.roles.check_manifest import Stored, check_state
+from verify.programs.typing.program_files.check_manifest import Stored, check_state
 from verify.results.report import Check
 from verify.results.tolerance import FLOAT64_BOUND, difference, family_scale
 from verify.results.verdict import Verdict

@@ -17,7 +17,7 @@ from nnscaler.training.program_runner import Running
 from verify.programs.training import rank_loop
 from verify.programs.training.rank_loop import Loop
 from verify.programs.training.training_recipe import KNOWN, Batch, Course
-from verify.self_test.training.faults import Change, Fault, changed
+from verify.self_test.training.engine_faults import Change, Fault, changed
 
 # -- the loop ---------------------------------------------------------------------------------------------------------
 

@@ -12,10 +12,10 @@ from nnscaler.training.engine import Engine
 from nnscaler.training.saving import checkpoints
 from verify.programs.training import rank_loop
 from verify.programs.training.rank_loop import Loop
-from verify.self_test.training import faults
+from verify.self_test.training import engine_faults as faults
 from verify.self_test.training import loop_faults as loops
 from verify.self_test.training import overlap_faults as overlap
-from verify.self_test.training.faults import Fault
+from verify.self_test.training.engine_faults import Fault
 
 UP, DOWN, BIAS, TIED = "layers.0.up.weight", "layers.1.down.weight", "layers.0.up.bias", "words.weight"
 

@@ -13,7 +13,7 @@ from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.sharded_parameter_gathers import ParameterReads
 from nnscaler.runtime.training.gradients.accumulate_and_reduce import Gradients
 from nnscaler.runtime.training.gradients.buckets import Bucket, Departures, SumBucket
-from verify.self_test.training.faults import Change, Fault, changed
+from verify.self_test.training.engine_faults import Change, Fault, changed
 
 
 def together(*faults: Fault) -> Fault:

@@ -18,7 +18,7 @@ from math import inf
 import numpy as np
 
 from nnscaler.errors import NnscalerError
-from nnscaler.planning.configurations import Configuration
+from nnscaler.planning.parallel_configurations import Configuration
 from nnscaler.planning.planner.bounds.pipeline import Layered
 from nnscaler.planning.planner.equal_layer_chain import Chain
 from nnscaler.planning.planner.evaluate_configuration import send_seconds, weights_of
@@ -28,8 +28,8 @@ from nnscaler.planning.sharding.build_problem import pose
 from nnscaler.planning.sharding.cost_tables import when_backward_ends
 from nnscaler.planning.sharding.zero_stages import Rates
 from nnscaler.planning.solver.fold_equal_layers import min_marginal
-from nnscaler.planning.solver.pareto_frontier import ROUNDING
 from nnscaler.planning.solver.problem import ChoiceProblem, Edge, Node, Table, TooWide, memory_floor
+from nnscaler.planning.solver.sweep_memory_price import ROUNDING
 from nnscaler.transform.plan import DP
 
 # The Lagrangian bound under a budget at many prices of memory at once.

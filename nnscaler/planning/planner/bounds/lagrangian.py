@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from nnscaler.planning.configurations import Configuration
+from nnscaler.planning.parallel_configurations import Configuration
 from nnscaler.planning.planner.equal_layer_chain import Chain, ChainSegment, Priced, price
 from nnscaler.planning.planner.prune_dominated import WHOLE_PASS, Numbers, of_conversions, seconds_of
 from nnscaler.planning.sharding.cost_tables import Column, Columns

@@ -18,7 +18,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from nnscaler.planning.configurations import Configuration
+from nnscaler.planning.parallel_configurations import Configuration
 from nnscaler.planning.planner.bounds.lagrangian import (
     Floors,
     Pieces,

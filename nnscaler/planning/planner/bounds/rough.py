@@ -11,7 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
-from nnscaler.planning.configurations import Configuration
+from nnscaler.planning.parallel_configurations import Configuration
 from nnscaler.planning.planner.bounds.lagrangian import (
     Ends,
     Floors,

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from nnscaler.runtime.communication.communicator import Communicator, ProgramError
 from nnscaler.runtime.communication.sharded_parameter_gathers import ParameterReads
-from nnscaler.runtime.role import Stage
+from nnscaler.runtime.stage_base_class import Stage
 from nnscaler.runtime.training.gradients.buckets import Departures, DivisionBucket, SumBucket
 from nnscaler.runtime.training.gradients.gradient_plan import (
     HALF,
@@ -28,7 +28,7 @@ from nnscaler.runtime.training.gradients.gradient_plan import (
     wanted,
     widened,
 )
-from nnscaler.runtime.training.gradients.separate_gradients import separate_gradients
+from nnscaler.runtime.training.gradients.unshare_gradient_memory import separate_gradients
 from nnscaler.runtime.training.parameters_at_rest import AtRest
 
 

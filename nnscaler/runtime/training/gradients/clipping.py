@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nnscaler.layout import Sharded
 from nnscaler.runtime.communication.communicator import Communicator, ProgramError
-from nnscaler.runtime.role import Buffer, Parameter, Stage
+from nnscaler.runtime.stage_base_class import Buffer, Parameter, Stage
 
 EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
 

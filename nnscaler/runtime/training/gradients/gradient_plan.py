@@ -16,8 +16,8 @@ import torch
 from torch.nn import Parameter as Leaf
 
 from nnscaler.communication_buckets import in_buckets
-from nnscaler.runtime.role import Parameter, Stage, is_trained
 from nnscaler.runtime.shards import unravel
+from nnscaler.runtime.stage_base_class import Parameter, Stage, is_trained
 from nnscaler.runtime.training.autocast import dtype_named
 from nnscaler.runtime.training.parameters_at_rest import AtRest, Division
 

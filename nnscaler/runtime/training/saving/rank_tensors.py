@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from nnscaler.layout import States
-from nnscaler.runtime.role import INPUT_GRADIENT, Buffer, Parameter, Stage
+from nnscaler.runtime.stage_base_class import INPUT_GRADIENT, Buffer, Parameter, Stage
 from nnscaler.runtime.training.gradients.clipping import holds_first_copy
 
 

@@ -10,7 +10,7 @@ import pytest
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.planning.cluster.description import Cluster
 from nnscaler.planning.cost.analytic import EFFICIENCY, AnalyticCost
-from nnscaler.planning.cost.work import Work, shard_sizes, shard_work
+from nnscaler.planning.cost.flops_and_memory_traffic import Work, shard_sizes, shard_work
 
 Make = Callable[..., Signature]
 

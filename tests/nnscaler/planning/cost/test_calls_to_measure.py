@@ -7,7 +7,7 @@ import torch
 
 from op_registry.call import Call, DType, TensorArgument
 
-from nnscaler.ir.derive import input_layouts, output_layouts
+from nnscaler.ir.derive_operand_layouts import input_layouts, output_layouts
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation_annotations import signatures
 from nnscaler.layout import local_shape
@@ -15,8 +15,8 @@ from nnscaler.performance.measure_operators import time_call
 from nnscaler.planning.cluster.read import load_cluster
 from nnscaler.planning.cost.build_profile import measure
 from nnscaler.planning.cost.calls_to_measure import meshes, shard_calls, signature_text
+from nnscaler.planning.cost.flops_and_memory_traffic import shard_work
 from nnscaler.planning.cost.profile_cost import TableCost
-from nnscaler.planning.cost.work import shard_work
 from nnscaler.planning.plan_from_axes import make_plan
 from nnscaler.tracing import trace
 from nnscaler.transform.apply import apply_plan

@@ -24,6 +24,7 @@ from nnscaler.planning.cost.calibrate import (
 )
 from nnscaler.planning.cost.calls_to_measure import key_of
 from nnscaler.planning.cost.collectives import seconds
+from nnscaler.planning.cost.flops_and_memory_traffic import Work
 from nnscaler.planning.cost.measured_profile import (
     Calibrations,
     CollectiveEntry,
@@ -34,7 +35,6 @@ from nnscaler.planning.cost.measured_profile import (
 )
 from nnscaler.planning.cost.model_protocol import AxisPlace, Overheads
 from nnscaler.planning.cost.profile_cost import TableCost
-from nnscaler.planning.cost.work import Work
 
 Make = Callable[..., Signature]
 SHAPE, HALF, QUARTER = (64, 512), (32, 512), (16, 512)

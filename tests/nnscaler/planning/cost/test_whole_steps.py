@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nnscaler.performance.time_steps import WholeStep, overheads_of, part_and_statement
+from nnscaler.performance.measure_step_overheads import WholeStep, overheads_of, part_and_statement
 
 STATEMENT, AGAIN, STEP = 1e-5, 2e-5, 1e-3
 

@@ -6,8 +6,8 @@ import pytest
 
 from nnscaler.ir.graph import element_bytes
 from nnscaler.planning.cluster.read import load_cluster
-from nnscaler.planning.configurations import Configuration
 from nnscaler.planning.constraints import sizes
+from nnscaler.planning.parallel_configurations import Configuration
 from nnscaler.planning.planner.build_certified_plan import plan_of
 from nnscaler.planning.planner.evaluate_configuration import evaluate, item_numbers
 from nnscaler.planning.planner.find_plan import find_plan

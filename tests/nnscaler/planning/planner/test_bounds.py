@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from nnscaler.planning.configurations import Configuration, configurations
 from nnscaler.planning.constraints import replicate
+from nnscaler.planning.parallel_configurations import Configuration, configurations
 from nnscaler.planning.planner import planner_graph
 from nnscaler.planning.planner.bounds.configuration import bound_within
 from nnscaler.planning.planner.branch_and_bound import CLOSE, search

@@ -13,8 +13,8 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.operation_annotations import signatures
 from nnscaler.planning.cluster.description import quantity
 from nnscaler.planning.cluster.read import load_cluster
-from nnscaler.planning.configurations import Configuration, configurations, uneven_ramps
 from nnscaler.planning.constraints import sizes
+from nnscaler.planning.parallel_configurations import Configuration, configurations, uneven_ramps
 from nnscaler.planning.planner import equal_layer_chain
 from nnscaler.planning.planner.bounds.configuration import bound_within, coarse_bound, near_bound, rough_bound
 from nnscaler.planning.planner.branch_and_bound import evaluate_chain, search

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from nnscaler.communication.insert_conversions import materialise
-from nnscaler.communication.stage_memory import stage_memory
+from nnscaler.communication.stage_memory_and_work import stage_memory
 from nnscaler.manifest import StageMemory
-from nnscaler.performance.predict import Prediction, predict
-from nnscaler.planning.configurations import Configuration
+from nnscaler.performance.predict_step_time import Prediction, predict
 from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.cost.model_protocol import Overheads
+from nnscaler.planning.parallel_configurations import Configuration
 from nnscaler.planning.planner.build_certified_plan import plan_of
 from nnscaler.planning.planner.evaluate_configuration import Evaluated, evaluate
 from nnscaler.planning.sharding.zero_stages import ZERO_1, ZERO_2, ZERO_3

@@ -14,8 +14,8 @@ from nnscaler.ir.operation_annotations import signatures
 from nnscaler.ir.placement import Choice
 from nnscaler.planning.cluster.description import quantity
 from nnscaler.planning.cluster.read import load_cluster
-from nnscaler.planning.configurations import Configuration, configurations, divisors
 from nnscaler.planning.constraints import Constraint, all_of, read_constraints, replicate, require, sizes
+from nnscaler.planning.parallel_configurations import Configuration, configurations, divisors
 from nnscaler.planning.planner.branch_and_bound import CLOSE, search
 from nnscaler.planning.planner.build_certified_plan import choices_of
 from nnscaler.planning.planner.evaluate_configuration import evaluate

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from nnscaler.communication.stage_memory import stage_memory
+from nnscaler.communication.stage_memory_and_work import stage_memory
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.operation_annotations import signatures
-from nnscaler.performance.predict import programmed
+from nnscaler.performance.predict_step_time import programmed
 from nnscaler.planning.cluster.read import load_cluster
-from nnscaler.planning.configurations import Configuration, configurations
 from nnscaler.planning.constraints import all_of, data_parallel, read_constraints, sizes
 from nnscaler.planning.cost.analytic import AnalyticCost
+from nnscaler.planning.parallel_configurations import Configuration, configurations
 from nnscaler.planning.plan_from_axes import make_plan
 from nnscaler.planning.planner.bounds.configuration import bound_within, near_bound, rough_bound
 from nnscaler.planning.planner.branch_and_bound import CLOSE, evaluate_chain, search

@@ -11,7 +11,6 @@ from nnscaler.planning.planner.bounds.configuration import bound_by_prices
 from nnscaler.planning.solver import variable_elimination as elimination
 from nnscaler.planning.solver.highs import relax
 from nnscaler.planning.solver.local_search import best_crossing, flatten
-from nnscaler.planning.solver.pareto_frontier import Point, bound_at, hull, line_at
 from nnscaler.planning.solver.problem import (
     ChoiceProblem,
     Edge,
@@ -22,6 +21,7 @@ from nnscaler.planning.solver.problem import (
     memory_of,
 )
 from nnscaler.planning.solver.solve import branch, solve, solve_within
+from nnscaler.planning.solver.sweep_memory_price import Point, bound_at, hull, line_at
 from tests.nnscaler.planning.solver.flat import eliminate
 from tests.nnscaler.planning.solver.problems import SHAPES, joint_tables, layered, random_problem
 from tests.sampling import every

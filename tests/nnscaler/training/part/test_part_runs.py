@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from nnscaler.training.part.engine import PartEngine
-from nnscaler.training.part.module import Part
+from nnscaler.training.model_part.engine import PartEngine
+from nnscaler.training.model_part.module import Part
 from nnscaler.training.saving.checkpoints import Checkpoints
 from tests.nnscaler.training.part.test_part import (
     CASES,

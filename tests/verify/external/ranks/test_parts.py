@@ -21,7 +21,7 @@ from verify.external.ranks.globals_of_ranks import VARIABLES, environment_of, lo
 from verify.external.ranks.processes.call_log import CallReader, CallWriter, Entry
 from verify.external.ranks.run_result import RankCall, RanksFailed
 from verify.external.ranks.threads.exchange import WatchedTensors
-from verify.results.catalogue import CATALOGUE
+from verify.results.finding_codes import CATALOGUE
 
 
 def call(kind: str = "all_reduce", shape: tuple[int, ...] = (2,), **fields: object) -> CommunicationCall:

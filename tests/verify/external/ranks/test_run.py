@@ -19,8 +19,8 @@ from tests.verify.external.ranks.programs import (
     tensor_parallel,
     tensor_parallel_and_sharded,
 )
-from verify.external.ranks.begun_calls import note_of_forgotten
 from verify.external.ranks.run import RanksFailed, run_ranks, run_ranks_isolated
+from verify.external.ranks.unwaited_async_calls import note_of_forgotten
 
 
 @pytest.mark.parametrize("ranks", every(2, [2, 4]))

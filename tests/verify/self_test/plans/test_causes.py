@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nnscaler.runtime.communication.communicator import Communicator
-from nnscaler.runtime.role import Stage
+from nnscaler.runtime.stage_base_class import Stage
 from nnscaler.runtime.training import executor
 from nnscaler.runtime.training.gradients import clipping
 from verify.programs.typing import check_program

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nnscaler.cli.main import main
-from nnscaler.ir import derive
+from nnscaler.ir import derive_operand_layouts
 from tests.sampling import every
 from verify.processes.pool import Died
 from verify.self_test.programs.judge_mutant import Execution, read_statically
@@ -27,7 +27,7 @@ from verify.self_test.programs.soundness.fuzz import (
     Violation,
 )
 from verify.self_test.programs.soundness.line_edits import LINES, SAME
-from verify.self_test.programs.soundness.role_draft import Draft
+from verify.self_test.programs.soundness.program_under_random_edits import Draft
 from verify.self_test.programs.soundness.run import (
     Job,
     Soundness,
@@ -148,7 +148,7 @@ def test_slice(tmp_path: Path) -> None:
 def _half_said_sections(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plant a defect that the rules once had: sections are legal where the dim becomes a factor of another one, and
     what cannot be said of the result is taken for whole."""
-    cut, legal = derive.shard_of, derive.splittable
+    cut, legal = derive_operand_layouts.shard_of, derive_operand_layouts.splittable
 
     def shard_of(*given: Any) -> Any:
         _, operand, identifier, _, _, sections = given
@@ -159,8 +159,8 @@ def _half_said_sections(monkeypatch: pytest.MonkeyPatch) -> None:
     def splittable(bound: Any, identifier: str, parts: int, outer: int, sizes: Any, sections: Any, *more: Any) -> Any:
         return legal(bound, identifier, 1, 1) if sections else legal(bound, identifier, parts, outer, sizes, (), *more)
 
-    monkeypatch.setattr(derive, "shard_of", shard_of)
-    monkeypatch.setattr(derive, "splittable", splittable)
+    monkeypatch.setattr(derive_operand_layouts, "shard_of", shard_of)
+    monkeypatch.setattr(derive_operand_layouts, "splittable", splittable)
 
 
 def test_search_finds_a_wrong_rule(tiny: Get, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,8 +27,9 @@ from typing import Any
 import torch
 
 from verify.evidence.dimension_types.rules import (
-    attention,
+    attention_and_group_norm,
     cat_and_split,
+    convolution_pooling_resizing,
     factories,
     indexing,
     losses,
@@ -37,7 +38,6 @@ from verify.evidence.dimension_types.rules import (
     products,
     reductions,
     views,
-    windows,
 )
 from verify.evidence.dimension_types.rules.call_with_states import Operand, Rule, RuleCall, unknown
 from verify.evidence.dimension_types.states import SAME, ZERO, Constant, Same, State, Unknown, Zero, checked
@@ -45,7 +45,7 @@ from verify.evidence.dimension_types.states import SAME, ZERO, Constant, Same, S
 __all__ = ["RULES", "SIZES", "Rule", "RuleCall", "conclude", "rule_of"]
 
 _FAMILIES = (
-    attention,
+    attention_and_group_norm,
     factories,
     indexing,
     losses,
@@ -55,7 +55,7 @@ _FAMILIES = (
     products,
     reductions,
     views,
-    windows,
+    convolution_pooling_resizing,
 )
 
 RULES: Mapping[str, Rule] = MappingProxyType(

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from op_registry.call import instances_in
 
 from verify.evidence.dimension_types.rules.call_with_states import Operand, Rule, RuleCall, everywhere, unknown
-from verify.evidence.dimension_types.rules.einsum_labels import Labelled, Labels, labelled, letters
+from verify.evidence.dimension_types.rules.labelled_dims_rule import Labelled, Labels, labelled, letters
 from verify.evidence.dimension_types.states import (
     SAME,
     Constant,

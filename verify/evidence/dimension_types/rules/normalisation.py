@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from verify.evidence.dimension_types.rules.call_with_states import Rule, RuleCall
-from verify.evidence.dimension_types.rules.einsum_labels import Labelled, Labels, labelled, letters
+from verify.evidence.dimension_types.rules.labelled_dims_rule import Labelled, Labels, labelled, letters
 from verify.evidence.dimension_types.states import SAME, State, Unknown
 
 

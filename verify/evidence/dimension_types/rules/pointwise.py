@@ -8,7 +8,7 @@ from types import MappingProxyType
 import torch
 
 from verify.evidence.dimension_types.rules.call_with_states import Operand, Rule, RuleCall, everywhere, unknown
-from verify.evidence.dimension_types.rules.einsum_labels import named_operands, of_terms
+from verify.evidence.dimension_types.rules.labelled_dims_rule import named_operands, of_terms
 from verify.evidence.dimension_types.states import (
     CONSTANT,
     SAME,

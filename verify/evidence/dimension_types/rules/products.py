@@ -7,7 +7,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from verify.evidence.dimension_types.rules.call_with_states import Operand, Rule, RuleCall
-from verify.evidence.dimension_types.rules.einsum_labels import Labelled, labelled
+from verify.evidence.dimension_types.rules.labelled_dims_rule import Labelled, labelled
 from verify.evidence.dimension_types.rules.pointwise import pointwise
 from verify.evidence.dimension_types.states import State, Unknown, checked
 

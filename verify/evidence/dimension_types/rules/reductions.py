@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 
 from verify.evidence.dimension_types.rules.call_with_states import Rule, RuleCall, everywhere
-from verify.evidence.dimension_types.rules.einsum_labels import Labelled, labelled, letters
+from verify.evidence.dimension_types.rules.labelled_dims_rule import Labelled, labelled, letters
 from verify.evidence.dimension_types.states import (
     CONSTANT,
     PARTIAL_MAX,

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from nnscaler.runtime.communication.communicator import CommunicationCall
 from nnscaler.runtime.jobs.job import StatusWriter
-from verify.external.ranks.begun_calls import BegunWork
 from verify.external.ranks.call_sites import place_of_call
 from verify.external.ranks.collective_semantics import CollectiveShare
 from verify.external.ranks.process_group_base import AllWorks, RankGroup, Real, completed
 from verify.external.ranks.processes.call_log import CallWriter, Entry
 from verify.external.ranks.torch_private import Store, gloo_group
+from verify.external.ranks.unwaited_async_calls import BegunWork
 
 
 class Reporter:

@@ -32,7 +32,6 @@ from nnscaler.runtime.communication.join_process_group import local_environment
 from nnscaler.runtime.jobs.job import StatusWriter, create_status_file
 from nnscaler.runtime.jobs.rank_process import die_with_parent, leave_stopping_to_parent
 from nnscaler.runtime.start_autograd import start_autograd
-from verify.external.ranks.begun_calls import BegunLines, all_forgotten
 from verify.external.ranks.call_sites import place_of_error, traceback_of
 from verify.external.ranks.globals_of_ranks import VARIABLES, environment_of
 from verify.external.ranks.processes.call_log import CallWriter
@@ -40,6 +39,7 @@ from verify.external.ranks.processes.logged_gloo_group import GlooGroup, Reporte
 from verify.external.ranks.processes.rank_watchdog import ProcessWatch, RankAnswer
 from verify.external.ranks.run_result import RankRun
 from verify.external.ranks.torch_private import FileStore, our_groups, preload, unwaited_collectives
+from verify.external.ranks.unwaited_async_calls import BegunLines, all_forgotten
 
 T = TypeVar("T")
 

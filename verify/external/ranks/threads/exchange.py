@@ -15,11 +15,11 @@ from torch import Tensor
 
 from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError
 from nnscaler.runtime.tensor_bits import same_bits
-from verify.external.ranks.begun_calls import BegunLines
 from verify.external.ranks.collective_mismatch import GroupKey, disagreement_of
 from verify.external.ranks.collective_semantics import CollectiveShare, answer
 from verify.external.ranks.run_result import RankCall, RanksFailed
 from verify.external.ranks.threads.turns import RankStopped, Turns
+from verify.external.ranks.unwaited_async_calls import BegunLines
 
 _WHOLE = 4096  # elements: tensors up to this size are watched whole
 _SAMPLES = 64  # elements that are watched of a larger one

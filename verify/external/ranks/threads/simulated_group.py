@@ -9,12 +9,12 @@ from typing import Any
 from torch import Tensor
 
 from nnscaler.runtime.communication.communicator import CommunicationCall
-from verify.external.ranks.begun_calls import BegunWork
 from verify.external.ranks.call_sites import place_of_call
 from verify.external.ranks.collective_semantics import CollectiveShare
 from verify.external.ranks.process_group_base import RankGroup, Real, completed
 from verify.external.ranks.threads.exchange import MessageEnd, ThreadExchange
 from verify.external.ranks.torch_private import Store
+from verify.external.ranks.unwaited_async_calls import BegunWork
 
 
 class SimulatedWork(BegunWork):

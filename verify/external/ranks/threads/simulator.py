@@ -18,15 +18,15 @@ import torch.distributed as dist
 from nnscaler.runtime.communication.simulator import await_exit
 from nnscaler.runtime.jobs.load_adjusted_clock import LEAST, FairClock
 from nnscaler.runtime.keep_freed_memory import kept_memory
-from verify.external.ranks.begun_calls import all_forgotten
 from verify.external.ranks.call_sites import place_of_error, place_of_thread, traceback_of
 from verify.external.ranks.globals_of_ranks import environment_of, load_state, save_state
 from verify.external.ranks.run_result import RankRun, RanksFailed
 from verify.external.ranks.threads.exchange import ThreadExchange
-from verify.external.ranks.threads.helper_threads import helpers_of_ranks
 from verify.external.ranks.threads.simulated_group import SimulatedGroup, SimulatedStore
+from verify.external.ranks.threads.threads_started_by_ranks import helpers_of_ranks
 from verify.external.ranks.threads.turns import RankStopped, Turns
 from verify.external.ranks.torch_private import RankWorlds, new_world, ranks_as_threads, unwaited_collectives
+from verify.external.ranks.unwaited_async_calls import all_forgotten
 
 T = TypeVar("T")
 

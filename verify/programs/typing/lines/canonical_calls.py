@@ -24,8 +24,8 @@ from op_registry.registry import default_registry
 from op_registry.torch_schema import schema_of
 
 from nnscaler.runtime import ops
-from nnscaler.runtime.communication import comm
-from verify.programs.typing.roles.rank_program_syntax import Assignment, Mark, Variable
+from nnscaler.runtime.communication import differentiable_collectives as comm
+from verify.programs.typing.program_files.rank_program_syntax import Assignment, Mark, Variable
 
 _REQUIRED = object()
 # of (tensor, tensor), of (tensor, number), and of (number, tensor), which is called with the tensor first

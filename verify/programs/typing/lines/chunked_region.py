@@ -24,7 +24,7 @@ from nnscaler.layout import (
     with_state,
 )
 from verify.programs.typing.explain_layout_mismatch import disagreement
-from verify.programs.typing.roles.rank_program_syntax import RegionPieces
+from verify.programs.typing.program_files.rank_program_syntax import RegionPieces
 from verify.programs.typing.typed_value import Axes, Held, Mistake, normal
 
 JOIN = "join"  # the runtime's function that ends a region

@@ -29,7 +29,7 @@ from nnscaler.layout import (
 )
 from verify.programs.typing.explain_layout_mismatch import converted, disagreement
 from verify.programs.typing.lines.uniform_value_dims import NO_DIMS, Dims, same_piece
-from verify.programs.typing.roles.rank_program_syntax import Assignment, Variable
+from verify.programs.typing.program_files.rank_program_syntax import Assignment, Variable
 from verify.programs.typing.typed_value import Axes, Held, Mistake, normal
 
 _BY_FUNCTION: Mapping[str, tuple[type, type, ConversionRow]] = {

@@ -16,7 +16,7 @@ from nnscaler.ir.graph import Operation
 from nnscaler.ir.legal_layout import explain_illegal
 from nnscaler.layout import Layout, Sharded, State
 from verify.programs.typing.lines.canonical_calls import NoCall, arguments_of, parameters_of, with_sizes, wrapped
-from verify.programs.typing.roles.rank_program_syntax import Assignment, Mark, Variable
+from verify.programs.typing.program_files.rank_program_syntax import Assignment, Mark, Variable
 from verify.programs.typing.typed_value import Axes, Mistake
 
 

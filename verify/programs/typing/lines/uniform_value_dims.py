@@ -14,12 +14,12 @@ from itertools import combinations
 from math import prod
 from typing import Any
 
-from op_registry.annotation.sizes import BoundOperand
+from op_registry.annotation.bind_sizes import BoundOperand
 from op_registry.bind_annotation import localise
 from op_registry.rank_expression import Expression
 from op_registry.spec import Refusal
 
-from nnscaler.ir.derive import is_legal, output_states, shards_of
+from nnscaler.ir.derive_operand_layouts import is_legal, output_states, shards_of
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.legal_layout import shape_of_rank
 from nnscaler.ir.operation_annotations import Signature

@@ -16,7 +16,7 @@ from verify.programs.typing.lines.canonical_calls import NoCall, canonical
 from verify.programs.typing.lines.chunked_region import JOIN, entered, left, number_of_pieces
 from verify.programs.typing.lines.conversions import convert
 from verify.programs.typing.lines.match_call import draws_numbers, with_axes
-from verify.programs.typing.lines.operations import Typed, Typer
+from verify.programs.typing.lines.type_operation_lines import Typed, Typer
 from verify.programs.typing.lines.uniform_value_dims import NO_DIMS, equal_layouts
 from verify.programs.typing.lines.without_effect import (
     Locals,
@@ -27,7 +27,7 @@ from verify.programs.typing.lines.without_effect import (
     local_tensors,
     moves,
 )
-from verify.programs.typing.roles.rank_program_syntax import (
+from verify.programs.typing.program_files.rank_program_syntax import (
     ALIAS,
     ITEM,
     Assignment,

@@ -21,7 +21,7 @@ from op_registry.registry import facts_of
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.legal_layout import shape_of_rank
 from verify.programs.typing.lines.canonical_calls import has_dims, operator_of
-from verify.programs.typing.roles.rank_program_syntax import Assignment, Variable
+from verify.programs.typing.program_files.rank_program_syntax import Assignment, Variable
 from verify.programs.typing.typed_value import Axes, Held
 
 # pure, and nothing makes them fail but shapes and dtypes

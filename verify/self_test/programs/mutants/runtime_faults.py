@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nnscaler.runtime.communication.communicator import Communicator
-from nnscaler.runtime.role import Parameter, Stage
+from nnscaler.runtime.stage_base_class import Parameter, Stage
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.gradients import gradient_plan
 from nnscaler.runtime.training.gradients.accumulate_and_reduce import Gradients

@@ -15,7 +15,7 @@ from random import Random
 from nnscaler.layout import MICRO
 from verify.self_test.programs.mutants.editable_program import DeclarationEntry
 from verify.self_test.programs.mutants.mutant import Edit, Edits
-from verify.self_test.programs.soundness.role_draft import FED, STORED, Draft, Propose
+from verify.self_test.programs.soundness.program_under_random_edits import FED, STORED, Draft, Propose
 
 
 def _parts(draft: Draft, entry: DeclarationEntry, axis: str) -> int:

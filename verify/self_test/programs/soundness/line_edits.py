@@ -14,7 +14,7 @@ from nnscaler.ir.layout_conversion import ROWS
 from verify.self_test.programs.mutants.editable_program import Role, Statement
 from verify.self_test.programs.mutants.mutant import Edit, Edits
 from verify.self_test.programs.soundness.harmless_edits import FORMS, PYTHON
-from verify.self_test.programs.soundness.role_draft import FED, NEAR, STORED, Draft, Propose
+from verify.self_test.programs.soundness.program_under_random_edits import FED, NEAR, STORED, Draft, Propose
 
 _WHOLE = ("replicate", "invariant", "all_reduce", "all_reduce_replicated", "keep_first", "keep_first_replicated")
 _CUTTING = ("shard", "shard_replicated", "all_gather", "all_gather_replicated", "place", "reduce_scatter")
