@@ -1,8 +1,9 @@
-"""Labels that a loss ignores: the batch with another number of counted labels in each data part.
+"""Labels that a loss ignores: the batch with another number of counted labels in each data part, or micro-batch.
 
 A mean over labels is a sum and a count. A program that takes the mean of its parts' means is right as long as all parts
 count as many labels, and a padded batch may do so by chance. So a batch that ignores some labels is tried once more,
-with ever more of them ignored from row to row. What a tensor of the batch ignores is a value of it:
+with ever more of them ignored from row to row. Parts are the data parts; where there is one, they are micro-batches, in
+any number that divides the rows. What a tensor of the batch ignores is a value of it:
 
     labels   the `ignore_index` of a cross entropy that the plain model calls, and a negative constant: a loss that its
              author has written by hand tests for one
@@ -65,24 +66,24 @@ class _Ignoring:
     number   of the tensor, in the order in which they stand
     ignored  value that does not count
     counted  what the others are, in words
-    parts    data parts
+    splits   into how many parts the rows may be divided
     """
 
     number: int
     tensor: Tensor
     ignored: int
     counted: str
-    parts: int
+    splits: tuple[int, ...]
 
     @property
     def thinned(self) -> Tensor:
         """Return the tensor with more of it ignored."""
-        return _thinned(self.tensor, self.ignored, self.parts)
+        return _thinned(self.tensor, self.ignored, self.splits)
 
     @property
     def equal(self) -> bool:
-        """Return whether as much of it counts in each data part."""
-        return _equal(self.tensor, self.ignored, self.parts)
+        """Return whether as much of it counts in each part."""
+        return _equal(self.tensor, self.ignored, self.splits)
 
     def replaced_in(self, batch: Batch) -> Batch:
         """Return the batch with more of the tensor ignored."""
@@ -94,14 +95,16 @@ class _Ignoring:
 def unequal_labels(program: ExternalProgram, model: nn.Module, reference: PlainReference) -> UnequalLabels:
     """Find what the plain model's loss ignores in the batch of `reference`, and let data parts count other numbers."""
     parts, batch = data_parts(program), reference.batch
-    if parts == 1:
+    rows = row_count(batch)
+    splits = (parts,) if parts > 1 else tuple(n for n in range(2, rows + 1) if rows % n == 0)
+    if not splits:
         return UnequalLabels()
     entropies = _indices_ignored(program, model, batch)
-    plain = _Plain(program, model, reference.learning_rate or None)
+    plain = _Plain(program, model, reference.learning_rate or None, splits[0])
     tried: list[_Ignoring] = []
     told: list[str] = []
     unequal = False
-    for one in _candidates(batch, entropies, parts):
+    for one in _candidates(batch, entropies, splits):
         truth = plain.step_on(one.replaced_in(batch))
         if isinstance(truth, str):
             told.append(truth)
@@ -115,7 +118,7 @@ def unequal_labels(program: ExternalProgram, model: nn.Module, reference: PlainR
         if not isinstance(truth, str) and plain.differs_from_mean_of_parts(truth):
             counted = " and ".join(dict.fromkeys(one.counted for one in chosen))
             return UnequalLabels(truth, counted, next(iter(told), None))
-    if unequal or not (told or entropies or any(not t.is_floating_point() for t in tensors_of(batch))):
+    if parts == 1 or unequal or not (told or entropies or any(not t.is_floating_point() for t in tensors_of(batch))):
         return UnequalLabels()
     loss = "the cross entropy ignores no label of `batch()`, or has too few that count"
     hand = "no tensor of `batch()` was found to hold labels that the loss ignores, or a mask that it counts"
@@ -129,6 +132,7 @@ class _Plain:
     program: ExternalProgram
     model: nn.Module
     learning_rate: float | None
+    parts: int
 
     def step_on(self, batch: Batch) -> PlainReference | str:
         """Return the step on a batch; why there is none, where the model raises on it or its loss is not finite."""
@@ -139,10 +143,13 @@ class _Plain:
             return error.message if isinstance(error, NnscalerError) else str(error).partition("\n")[0]
 
     def differs_from_mean_of_parts(self, truth: PlainReference) -> bool:
-        """Return whether the gradient of the whole batch is another one than the mean over the data parts."""
-        piece, parts = piece_of_step(self.program, self.model, truth), data_parts(self.program)
+        """Return whether the gradient of the whole batch is another one than the mean over the parts."""
+        piece = piece_of_step(self.program, self.model, truth)
         whole, whole_gradient = piece(0, 0, 1)
-        losses, gradients = zip(*(piece(0, part, parts) for part in range(parts)), strict=True)
+        try:
+            losses, gradients = zip(*(piece(0, part, self.parts) for part in range(self.parts)), strict=True)
+        except Exception:  # noqa: BLE001 - whatever a model raises that takes no part of the batch
+            return False
         pairs = (
             (torch.stack(losses).mean(), whole),
             (torch.stack(gradients).mean(0).nan_to_num(0.0), whole_gradient.nan_to_num(0.0)),
@@ -150,7 +157,7 @@ class _Plain:
         return any(difference(mean, right).relative > _UNEQUAL for mean, right in pairs)
 
 
-def _candidates(batch: Batch, entropies: Sequence[int], parts: int) -> Iterator[_Ignoring]:
+def _candidates(batch: Batch, entropies: Sequence[int], splits: tuple[int, ...]) -> Iterator[_Ignoring]:
     """Yield the tensors that have rows and a value that may not count, and of which some can be ignored."""
     rows = row_count(batch)
     for number, tensor in enumerate(tensors_of(batch)):
@@ -164,7 +171,7 @@ def _candidates(batch: Batch, entropies: Sequence[int], parts: int) -> Iterator[
         if bool(((tensor == 0) | (tensor == 1)).all()):
             values.setdefault(0, "ones in a mask")
         for ignored, counted in values.items():
-            found = _Ignoring(number, tensor, ignored, counted, parts)
+            found = _Ignoring(number, tensor, ignored, counted, splits)
             if not torch.equal(tensor, found.thinned):
                 yield found
 
@@ -193,11 +200,11 @@ def _indices_ignored(program: ExternalProgram, model: nn.Module, batch: Batch) -
     return tuple(watch.ignored)
 
 
-def _thinned(values: Tensor, ignored: int, parts: int) -> Tensor:
-    """Return the values with fewer that count, in the first way that leaves data parts with different numbers of them;
-    the values themselves where no way does."""
-    for made in _ways_to_thin(values, ignored, parts):
-        if not (torch.equal(made, values) or _equal(made, ignored, parts)):
+def _thinned(values: Tensor, ignored: int, splits: Sequence[int]) -> Tensor:
+    """Return the values with fewer that count, in the first way that leaves parts with different numbers of them; the
+    values themselves where no way does."""
+    for made in _ways_to_thin(values, ignored, splits[0]):
+        if not (torch.equal(made, values) or _equal(made, ignored, splits)):
             return made
     return values
 
@@ -216,9 +223,9 @@ def _ways_to_thin(values: Tensor, ignored: int, parts: int) -> Iterator[Tensor]:
     yield first
 
 
-def _equal(values: Tensor, ignored: int, parts: int) -> bool:
-    """Return whether as much counts in each data part."""
-    return len({int((piece != ignored).sum()) for piece in values.chunk(parts)}) == 1
+def _equal(values: Tensor, ignored: int, splits: Sequence[int]) -> bool:
+    """Return whether as much counts in each part, for some number of parts."""
+    return any(len({int((piece != ignored).sum()) for piece in values.chunk(parts)}) == 1 for parts in splits)
 
 
 def _ignore_some(values: Tensor, ignored: int, share: float) -> None:

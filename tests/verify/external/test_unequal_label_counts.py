@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -144,3 +145,26 @@ def test_masks_on_which_the_model_does_not_run_are_noted() -> None:
     report = verified(full, torch.ones(4, 5))
     assert report.verdict is Verdict.TESTED_EXACT, [finding.message for finding in report.findings]
     assert [note for note in report.notes if "were not tried" in note and "rows are full here" in note]
+
+
+def _in_two(model: Any, given: Batch) -> Tensor:
+    """The mean of the means over two micro-batches."""
+    total = torch.zeros(())
+    for number in range(2):
+        loss = by_hand(model, {name: tensor.chunk(2)[number] for name, tensor in given.items()}) / 2
+        loss.backward()
+        total = total + loss.detach()
+    return total
+
+
+def test_means_over_micro_batches_are_refuted_without_data_parts() -> None:
+    right = ExternalProgram(
+        "one part", words, lambda: batch(PROMPTS), lambda model, mesh: None, (("tp", 2),), (), by_hand
+    )
+    wrong = replace(right, step=_in_two, reference_step=by_hand)
+    settings = ExternalSettings(steps=1, isolate=False)
+    report = verify_program(wrong, settings)
+    assert (report.verdict, [check.name for check in report.checks if check.refuted]) == (Verdict.REFUTED, [NAME])
+    assert {finding.counter_example["cause"] for finding in report.findings} == {"micro_batches"}
+    for one in (right, replace(wrong, reference_step=_in_two)):
+        assert verify_program(one, settings).verdict is Verdict.TESTED_EXACT

@@ -111,4 +111,4 @@ def _ring_of_gradients(group: Any, gradient: Tensor, *saved: Tensor | float, **n
 
 def _refuse_mask(named: Mapping[str, Any]) -> None:
     if named.get("attn_mask") is not None:
-        raise NotImplementedError("context_parallel takes no mask of attention")  # nor does it on a GPU
+        raise ValueError("context_parallel takes no mask of attention")  # nor does it on a GPU
