@@ -140,9 +140,8 @@ class Engine:
         running.take({} if share is None else share._astray(running))  # what no program has read so far
         self._current = self._running[self._first_size] = replace(running, strays=frozenset())
         self._program, self._unsaved = valueless(program), unsaved_buffers(program)
-        known: dict[str, Tensor] = {} if share is None else share._buffers  # as they are now, of all programs
-        known |= {**named_buffers(self.executor), **known}
-        self._buffers = known
+        self._buffers: dict[str, Tensor] = {} if share is None else share._buffers  # as they are now, of all programs
+        self._buffers |= {**named_buffers(self.executor), **self._buffers}
         self._family.append(self)
         stages = list(self.executor.stages.values())
         self.data_part: DataPart = data_part(stages, self._current.program.data_axes)
