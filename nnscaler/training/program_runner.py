@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nnscaler.errors import NnscalerError
-from nnscaler.layout import Partial
+from nnscaler.layout import Partial, Sharded
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.keep_freed_memory import keep_freed_memory
 from nnscaler.runtime.program.load_python import letting_go, load_role
@@ -167,8 +167,11 @@ def check_alike(first: Sequence[type[Stage]], second: Sequence[type[Stage]]) -> 
             message = f"{name!r} is {before.shape} as {dict(before.at_rest)} on ranks {sorted(there)} in the program "
             message += f"before, and {described.shape} as {dict(described.at_rest)} on {sorted(here)} in the other one"
             help = "compile both under one plan, for one model; where it has stages, with each layer in the same stage"
-            if not moved and changed[0] != changed[1]:
+            lain = (*before.at_rest.values(), *described.at_rest.values())
+            if any(isinstance(state, Sharded) and 0 in state.sizes for state in lain):  # whole, on its owner
                 help += "; without `owned=1`, which lays out anew what another program trains"
+            elif not moved and changed[0] != changed[1]:
+                help += "; and with the same parameters frozen in both, those that one does not read among them"
             raise NnscalerError("layouts_differ", message, help=help)
 
 
