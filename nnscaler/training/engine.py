@@ -133,18 +133,16 @@ class Engine:
         self._carried, self._constants = carried_inputs(program), constants_of(program)
         self._has_modes, self._changed = has_modes(program), told_of_changes(program)
         self._running: dict[SizeClass, Running] = {}
-        self._family: list[Engine] = [self] if share is None else share._family
-        for engine in () if share is None else self._family:
+        self._family: list[Engine] = [] if share is None else share._family
+        for engine in self._family:
             check_alike(engine._current.stages, stages_of_roles(sent(program), settings.cache))
-        self._current = self._run(sent(program), dict(program.state), None if share is None else share._current)
-        self._running[self._first_size] = self._current
+        running = self._run(sent(program), dict(program.state), [engine._current for engine in self._family])
+        running.take({} if share is None else share._astray(running))  # what no program has read so far
+        self._current = self._running[self._first_size] = replace(running, strays=frozenset())
         self._program, self._unsaved = valueless(program), unsaved_buffers(program)
-        if share is None:
-            self._buffers = named_buffers(self.executor)  # as they are now, of all programs over these parameters
-        else:
-            self._buffers = share._buffers
-            self._buffers |= {**named_buffers(self.executor), **self._buffers}
-            self._family.append(self)
+        self._buffers: dict[str, Tensor] = {} if share is None else share._buffers  # as they are now, of all programs
+        self._buffers |= {**named_buffers(self.executor), **self._buffers}
+        self._family.append(self)
         stages = list(self.executor.stages.values())
         self.data_part: DataPart = data_part(stages, self._current.program.data_axes)
         watch(self, None if program.origin is None else program.origin.module)
@@ -286,23 +284,24 @@ class Engine:
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return this rank's trainable tensors between steps, by name in the model."""
         own = trained_tensors(self._first.stages.values())
-        others = self.stored() if len(self._family) > 1 else ()
+        others = self.stored() if self._family[1:] else ()
         read = {e.fqn: cast(torch.nn.Parameter, e.tensor) for e in others if e.kind == "parameter"}
         return {name: read.get(name, tensor) for name, tensor in own.items()}  # what another program reads goes first
 
     def stored(self) -> list[StoredTensor]:
         """Return every parameter and buffer of this rank between steps, those of `another` engine included."""
+        return held_by_one(self._entries())
+
+    def trained(self) -> dict[torch.nn.Parameter, StoredTensor]:
+        """Return where each tensor that an optimizer of this engine, or of `another`, updates lies."""
+        return {cast(torch.nn.Parameter, e.tensor): e for e in self._entries() if e.kind == "parameter"}
+
+    def _entries(self) -> list[StoredTensor]:
         found: list[StoredTensor] = []
         for engine in self._family:
             engine.executor.take_buffers(self._buffers)
             found += stored_tensors(list(engine.executor.stages.values()), engine.manifest.tied)
-        return held_by_one(found)
-
-    def trained(self) -> dict[torch.nn.Parameter, StoredTensor]:
-        """Return where each tensor that an optimizer of this engine, or of `another`, updates lies."""
-        named = {entry.fqn: entry for entry in self.stored() if entry.kind == "parameter"}
-        own = (pair for e in self._family for pair in trained_tensors(e._first.stages.values()).items())
-        return {tensor: named[name] for name, tensor in own if name in named}
+        return found
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the logical tensors of the model's own `state_dict` by every name, whole, on each rank, which all call
@@ -319,7 +318,7 @@ class Engine:
     def add_size(self, size: SizeClass, program: SentProgram) -> None:
         """Take a program for batches of another size that was compiled before. Every rank calls it."""
         self._has_modes = self._has_modes or not size.training  # known by this alone where the model is not here
-        self._running[size] = self._run(program, dict(program.constants), self._current)
+        self._running[size] = self._run(program, dict(program.constants), [self._current])
 
     @property
     def _first(self) -> RankExecutor:
@@ -349,8 +348,7 @@ class Engine:
             running = self._compiled(size, named)
         running.executor.take_buffers(self._buffers)
         if running.strays:
-            astray = [entry for entry in self.stored() if entry.fqn in running.strays]
-            running.take(gathered_state(astray, self.communicator))
+            running.take(self._astray(running))
         if training:
             self._current = running
         if running.cut:
@@ -363,6 +361,10 @@ class Engine:
         whole = self._carried & (running.whole if running.cut else named.keys()) if parts else frozenset()
         joined = {n: whole_batch(t, self.communicator, self.data_part) for n, t in named.items() if n in whole}
         return running, {**named, **joined}
+
+    def _astray(self, running: Running) -> dict[str, Tensor]:
+        """Return what a program reads and has from nowhere, as it is now, whole."""
+        return gathered_state([entry for entry in self.stored() if entry.fqn in running.strays], self.communicator)
 
     def _named(self, batch: Batch) -> dict[str, Tensor]:
         names = [entry.name for entry in self.manifest.inputs]
@@ -381,12 +383,12 @@ class Engine:
     def _compiled(self, size: SizeClass, batch: Mapping[str, Tensor]) -> Running:
         made = compile_size(self.program, size, batch, self.communicator, self.settings.vouch)
         self.compilations.append(described(size))
-        running = self._running[size] = self._run(made, dict(made.constants), self._current)
+        running = self._running[size] = self._run(made, dict(made.constants), [self._current])
         if size.training:
             check_alike(self._running[self._first_size].stages, running.stages)
         return running
 
-    def _run(self, program: SentProgram, state: Mapping[str, Tensor], share: Running | None) -> Running:
+    def _run(self, program: SentProgram, state: Mapping[str, Tensor], share: Sequence[Running]) -> Running:
         return run_program(program, state, self.communicator, self.settings, self.device, share)
 
     def _told(self, running: Running, loss: Tensor | None) -> Tensor:

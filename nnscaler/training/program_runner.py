@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nnscaler.errors import NnscalerError
-from nnscaler.layout import Partial
+from nnscaler.layout import Partial, Sharded
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.keep_freed_memory import keep_freed_memory
 from nnscaler.runtime.program.load_python import letting_go, load_role
@@ -59,7 +59,7 @@ class Running:
     whole     inputs that a rank reads whole all the same, because the model mixes their rows
     program   itself
     stages    of all roles
-    strays    what its ranks read and do not have from the program whose tensors it shares, by name in the model
+    strays    what its ranks read and do not have from the programs whose tensors it shares, by name in the model
     """
 
     executor: RankExecutor
@@ -81,10 +81,10 @@ class Running:
         return communicator.broadcast(loss, self.source, tuple(range(communicator.world_size)))
 
     def take(self, values: Mapping[str, Tensor]) -> None:
-        """Go on with these values of what is astray: logical tensors, by name in the model."""
+        """Go on with these values: logical tensors, by name in the model."""
         for stage in self.executor.stages.values():
             for name, description in _declared(stage):
-                if description.fqn in self.strays:
+                if description.fqn in values:
                     held = stage.at_rest.get(name, getattr(stage, name)).detach()
                     whole = values[description.fqn]
                     held.copy_(shard(whole, description.at_rest, stage.sizes(), stage.coordinates()))
@@ -96,9 +96,9 @@ def run_program(
     communicator: Communicator,
     settings: EngineSettings,
     device: torch.device,
-    share: Running | None = None,
+    share: Sequence[Running] = (),
 ) -> Running:
-    """Make what runs this rank's role. `share`: has the parameters already, under this or another program.
+    """Make what runs this rank's role. `share`: have the parameters already, under this or other programs.
 
     Raises NnscalerError("wrong_ranks") for a rank that the program does not have.
     """
@@ -118,13 +118,13 @@ def run_program(
         compiled=settings.compiled,
         cut_axes=program.data_axes,
     )
-    strays = frozenset[str]() if share is None else read_elsewhere(share.stages, stages)
-    if share is not None:  # what is handed over before each run
+    strays = read_elsewhere([other.stages for other in share], stages) if share else frozenset[str]()
+    if share:  # what is handed over before each run
         known = {e.fqns[0]: (e.shape, e.dtype) for e in program.manifest.buffers}
         known |= {e.fqns[0]: (e.shape, e.dtype) for e in program.manifest.parameters if e.fqns[0] in strays}
         state = {**{n: torch.zeros(shape, dtype=dtype_named(dtype)) for n, (shape, dtype) in known.items()}, **state}
     module = load_role(folder / role.file, transform=letting_go)
-    shared = None if share is None else share.executor
+    shared = [other.executor for other in share]
     executor = executor_of(module)(module, rank, communicator, state, chosen, share=shared)
     keep_freed_memory()
     whole = inputs_read_whole(stages, program.data_axes)
@@ -132,15 +132,19 @@ def run_program(
     return Running(executor, _source_of_loss(stages), cut, whole, program, tuple(stages), strays)
 
 
-def read_elsewhere(before: Sequence[type[Stage]], after: Sequence[type[Stage]]) -> frozenset[str]:
-    """Return what a rank reads in the stages `after` that it does not have in `before`, or has unread and cut
-    otherwise; by name in the model."""
-    held = {(d.fqn, rank): d for stage in before for _, d in _declared(stage) for rank in stage.ranks}
+def read_elsewhere(before: Iterable[Sequence[type[Stage]]], after: Sequence[type[Stage]]) -> frozenset[str]:
+    """Return what a rank reads in the stages `after` that it does not have in those of the programs `before`, or has
+    unread and cut otherwise; by name in the model."""
+    held: dict[tuple[str, int], list[Parameter | Buffer]] = {}
+    for stage in (stage for stages in before for stage in stages):
+        for _, described in _declared(stage):
+            for rank in stage.ranks:
+                held.setdefault((described.fqn, rank), []).append(described)
     found = set[str]()
     for stage in after:
         for described in (d for _, d in _declared(stage) if _is_read(d)):
-            known = [held.get((described.fqn, rank)) for rank in stage.ranks]
-            if any(d is None or not (_is_read(d) or d.at_rest == described.at_rest) for d in known):
+            known = (held.get((described.fqn, rank), []) for rank in stage.ranks)
+            if not all(any(_is_read(d) or d.at_rest == described.at_rest for d in own) for own in known):
                 found.add(described.fqn)
     return frozenset(found)
 
@@ -163,8 +167,11 @@ def check_alike(first: Sequence[type[Stage]], second: Sequence[type[Stage]]) -> 
             message = f"{name!r} is {before.shape} as {dict(before.at_rest)} on ranks {sorted(there)} in the program "
             message += f"before, and {described.shape} as {dict(described.at_rest)} on {sorted(here)} in the other one"
             help = "compile both under one plan, for one model; where it has stages, with each layer in the same stage"
-            if not moved and changed[0] != changed[1]:
+            lain = (*before.at_rest.values(), *described.at_rest.values())
+            if any(isinstance(state, Sharded) and 0 in state.sizes for state in lain):  # whole, on its owner
                 help += "; without `owned=1`, which lays out anew what another program trains"
+            elif not moved and changed[0] != changed[1]:
+                help += "; and with the same parameters frozen in both, those that one does not read among them"
             raise NnscalerError("layouts_differ", message, help=help)
 
 

@@ -178,6 +178,17 @@ def one_tensor(*programs: tuple[Parameter, bool]) -> bool:
     return alike or (not (trained and both) and dict(one.states) == dict(other.states))
 
 
+def taken_over(programs: Iterable[Mapping[Key, Held]]) -> dict[Key, Held]:
+    """Return the parameters that one more program over them starts from, of those that several have: where an
+    operation reads it, and of these where it is trained."""
+    found: dict[Key, Held] = {}
+    for key, one in (pair for held in programs for pair in held.items()):
+        known = found.get(key)
+        if known is None or (one.description.used, one.trained) > (known.description.used, known.trained):
+            found[key] = one
+    return found
+
+
 def adopted(stages: Iterable[Stage], held: dict[Key, Held], given: Mapping[Key, Held]) -> tuple[AtRest, ...]:
     """Let a program read its frozen parameters from where another one, which trains them, divides them between steps.
 
@@ -189,6 +200,8 @@ def adopted(stages: Iterable[Stage], held: dict[Key, Held], given: Mapping[Key, 
             key = (own.fqn, stage.ranks.index(stage.rank))
             mine, theirs = held[key], given.get(key)
             if theirs is None or not theirs.trained or mine.rest.shape == theirs.rest.shape:
+                continue
+            if not theirs.description.used:  # it is another tensor, which nothing changes
                 continue
             description = replace(own, rest=theirs.description.rest, reduce=(), scatter="step")
             rest = torch.nn.Parameter(theirs.rest.detach(), requires_grad=False)

@@ -8,7 +8,7 @@ float32 where the parameter is of half precision and there are several.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from types import ModuleType
@@ -35,7 +35,7 @@ from nnscaler.runtime.stage_base_class import (
 from nnscaler.runtime.torch_compile import compiled
 from nnscaler.runtime.training.autocast import autocast_on, dtype_named, dtype_of_run, in_precision, precision_of_run
 from nnscaler.runtime.training.backward import BackwardPasses
-from nnscaler.runtime.training.build_stages import Held, Key, StageBuilder, adopted, stages_of
+from nnscaler.runtime.training.build_stages import Held, Key, StageBuilder, adopted, stages_of, taken_over
 from nnscaler.runtime.training.cut_batch import Batch, BatchCutter
 from nnscaler.runtime.training.executor_settings import ExecutorSettings
 from nnscaler.runtime.training.gradients.accumulate_and_reduce import Gradients
@@ -59,8 +59,8 @@ class RankExecutor:
     `parameters` maps (stage index, attribute) to the trainable parameters as they lie between steps, each with its
     `.description`; a tied parameter that two stages hold on this rank occurs twice, as one object.
 
-    `share`: an executor of the same model for batches of another size. The two have their parameters and their counts
-    of steps in common; `take_buffers` hands buffers over.
+    `share`: executors of the same model, under other programs or for batches of other sizes. They have their parameters
+    and their counts of steps in common; `take_buffers` hands buffers over.
     Raises ProgramError for a role or a state that does not fit.
     """
 
@@ -73,7 +73,7 @@ class RankExecutor:
         settings: ExecutorSettings = _AS_WRITTEN,
         *,
         observe: Observe | None = None,
-        share: RankExecutor | None = None,
+        share: Sequence[RankExecutor] = (),
     ) -> None:
         if rank != communicator.rank:
             raise ProgramError(f"rank {rank} was given the communicator of rank {communicator.rank}")
@@ -83,7 +83,7 @@ class RankExecutor:
         self._asks = hasattr(role_module, "user") and not settings.compiled  # operators that may ask for dtypes
         first, passes = settings.first_step, settings.first_pass
         own = RunContext(settings.seed, settings.dropout, first, first if passes is None else passes)
-        self.context: RunContext = own if share is None else share.context
+        self.context: RunContext = share[0].context if share else own
         self.tied = tuple(tuple(names) for names in settings.tied)
         self.loss_scale = settings.loss_scale
         self._cutter = BatchCutter(dict(settings.shapes), settings.cut_axes)
@@ -95,7 +95,7 @@ class RankExecutor:
         self._step = tuple(i for i in self.schedule if not self._updates or (i.micro == 0 and i.kind != "U"))
         self._next = dict(pairwise(() if self._updates else self._step))  # what a message may be received for early
         self._trained = {i.stage for i in self.schedule if i.kind != "F"}  # the stages that run backward
-        given = {} if share is None else share.held
+        given = taken_over(other.held for other in share)
         reads = self._reads = ParameterReads(communicator)
         builder = StageBuilder(communicator, state, self.precision, self.device, self.context, given, reads)
         with precision_of_run(self.precision):
@@ -108,8 +108,8 @@ class RankExecutor:
         }
         self.held: dict[Key, Held] = builder.held
         self._resting = tuple(builder.resting)
-        if share is not None:
-            share._resting += adopted(share.stages.values(), share.held, self.held)
+        for other in share:
+            other._resting += adopted(other.stages.values(), other.held, self.held)
         backwards = Counter(i.stage for i in self._step if i.kind != "F")
         self._gradients = Gradients(self.stages, self._resting, communicator, self.precision, reads, backwards)
         self._results = Results(self.stages, communicator, settings.returns, self.precision)

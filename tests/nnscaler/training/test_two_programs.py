@@ -192,6 +192,66 @@ def test_what_one_program_trains_on_other_ranks_is_refused() -> None:
     Simulator(2).run(work)
 
 
+class Some(nn.Module):
+    """A loss that reads some of the layers."""
+
+    def __init__(self, layers: nn.ModuleList, read: Sequence[int]) -> None:
+        super().__init__()
+        self.layers, self.read = layers, read
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in self.read:
+            x = x + torch.tanh(self.layers[index](x))
+        return x.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("plan", "ranks", "programs"),
+    [
+        ("dp=1", 1, [((0, 1), {1}), ((1, 2), set()), ((1, 0), set())]),  # of the first one 1 is frozen
+        ("dp=2,zero=2", 2, [((0, 1), set()), ((1, 2), {0, 1}), ((0, 2), set())]),
+    ],
+)
+def test_three_programs_train_one_tensor(
+    plan: str, ranks: int, programs: list[tuple[tuple[int, ...], set[int]]]
+) -> None:
+    """Whatever the others freeze, and do not read."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+    x = torch.randn(4, 6, dtype=torch.float64)
+    made = []
+    for read, frozen in programs:
+        for index, layer in enumerate(layers):
+            layer.requires_grad_(index not in frozen)
+        made.append(nnscaler.parallelize(Some(layers, read), (x.float(),), ranks=ranks, plan=plan))
+    plain = copy.deepcopy(layers).double().requires_grad_(True)
+
+    def work(communicator: Communicator) -> tuple[list[float], dict[str, Tensor]]:
+        first = Engine(made[0], communicator, EngineSettings(dtype="float64", device="cpu"))
+        engines = [first, *(first.another(program) for program in made[1:])]
+        optimizers = [engine.optimizer(torch.optim.SGD, lr=0.1) for engine in engines]
+        losses = []
+        for engine, optimizer in [*zip(engines, optimizers, strict=True)] * 2:
+            losses.append(float(engine.step((x.chunk(engine.data_part.count)[engine.data_part.index],))))
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses, first.state_dict()
+
+    expected = []
+    for read, frozen in programs * 2:
+        trained = [p for index, layer in enumerate(plain) if index not in frozen for p in layer.parameters()]
+        loss = Some(plain, read)(x)
+        gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+        expected.append(float(loss.detach()))
+        with torch.no_grad():
+            for parameter, gradient in zip(trained, gradients, strict=True):
+                parameter -= 0.1 * (torch.zeros(()) if gradient is None else gradient)
+    for losses, state in Simulator(ranks).run(work):
+        assert losses == pytest.approx(expected, rel=1e-11)
+        for name, wanted in plain.state_dict().items():
+            torch.testing.assert_close(state[f"layers.{name}"], wanted)
+
+
 def test_owners_that_a_frozen_parameter_moves_are_refused() -> None:
     """They are balanced over what a program trains."""
     model, x = Mean(nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 5))), torch.randn(6, 4)
