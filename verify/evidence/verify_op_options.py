@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Kind = Literal[
-    "integers", "normal", "sparse", "positive", "negative", "bits", "given",
+    "integers", "normal", "sparse", "positive", "definite", "negative", "bits", "given",
     "spiked", "nan", "infinite", "zeros", "constant", "rising",
 ]  # fmt: skip
 KINDS: tuple[Kind, ...] = ("integers", "normal", "sparse")

@@ -64,6 +64,14 @@ def test_the_matrices_of_a_small_call_are_square_where_they_have_to_be() -> None
     assert proved(obligation).verdict.passes
 
 
+@pytest.mark.parametrize("operator", ["aten.linalg_cholesky.default", "aten.logdet.default"])
+def test_matrices_that_have_to_be_positive_definite_are(operator: str) -> None:
+    """Random ones are not, and the determinant of one is negative as often as not."""
+    result = (8,) if "logdet" in operator else (8, 16, 16)
+    obligation = stated(operator, called(operator, [result], floats(8, 16, 16)), Split("a"))
+    assert proved(obligation).verdict.passes
+
+
 def test_declared_sizes_follow() -> None:
     obligation = stated(
         "aten.reshape.default",

@@ -15,6 +15,7 @@ def fill(shape: Sequence[int], kind: Kind, generator: torch.Generator) -> Tensor
 
     integers: of 1 to 3, signed, on which sums and products are exact and no kink at 0 is hit. normal: real ones.
     sparse: every second one is 0. positive, negative: away from 0, for operators whose domain is a half-line.
+    definite: square matrices are symmetric and positive definite, all else is positive.
     bits: 0 or 1, the simplest counter-examples. spiked: one that is larger than all others together. nan, infinite: one
     that is so. zeros, constant: all alike. rising: along every dim.
     """
@@ -24,8 +25,10 @@ def fill(shape: Sequence[int], kind: Kind, generator: torch.Generator) -> Tensor
         values = torch.randint(1, 7, shape, generator=generator)
         values = torch.where(values > 3, 3 - values, values).double()
         return values * torch.randint(0, 2, shape, generator=generator) if kind == "sparse" else values
-    if kind in ("positive", "negative"):
+    if kind in ("positive", "negative", "definite"):
         values = torch.rand(shape, generator=generator, dtype=torch.float64) * 0.7 + 0.2  # also in the unit interval
+        if kind == "definite" and values.dim() > 1 and values.shape[-1] == values.shape[-2]:
+            values = values + values.mT + 2 * values.shape[-1] * torch.eye(values.shape[-1], dtype=torch.float64)
         return -values if kind == "negative" else values
     if kind == "bits":
         return torch.randint(0, 2, shape, generator=generator).double()

@@ -28,7 +28,7 @@ from verify.evidence.oracle.find_runnable_inputs import Unusable, first_inputs, 
 from verify.evidence.split_case import Inputs, SplitCase
 from verify.evidence.verify_op_options import DRAWS, Kind, OpOptions
 
-FALLBACKS: tuple[Kind, ...] = ("normal", "integers", "positive", "given")
+FALLBACKS: tuple[Kind, ...] = ("normal", "integers", "positive", "given", "definite")
 PAIRS = 15  # of two targets; the seed says which ones, where there are more
 LOW = ("float32", "bfloat16")
 USERS_LOW = (*LOW, "float16")  # a user's operator may do something else in any of them
@@ -178,7 +178,7 @@ class Enumerator:
             (zeros if not whole.shows_something else found if finite else beyond).append(inputs)
             if len(found) == count:
                 break
-        if {i.kind for i in found} and {i.kind for i in found} <= {"positive", "given"}:
+        if {i.kind for i in found} and {i.kind for i in found} <= {"positive", "definite", "given"}:
             self.half_line = True
         # of a built-in operator we know that a constant zero is meant (`zeros_like`); what cannot show is then said
         return found or beyond[:count] or (zeros[:count] if self.runner.rows else [])

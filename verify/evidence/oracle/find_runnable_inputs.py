@@ -18,8 +18,10 @@ from nnscaler.errors import AnnotationError
 from verify.evidence.inputs.draw_calls import Style, choose_sizes, identifiers_of
 from verify.evidence.oracle.case_runner import OperatorRunner, WholeRaised
 from verify.evidence.split_case import Inputs
+from verify.evidence.verify_op_options import Kind
 
 TRIES = 120
+DOMAINS: tuple[Kind, ...] = ("integers", "positive", "definite")  # of values, the widest first
 
 
 class Unusable(Exception):
@@ -71,15 +73,33 @@ def _inputs(runner: OperatorRunner, annotation: Annotation, style: Style) -> Inp
 
 def _problem(runner: OperatorRunner, inputs: Inputs) -> str | None:
     """Return why the operator does not run on these inputs, or on other values of these shapes; None if it runs."""
-    message = ""
-    for kind in ("integers", "positive"):
+    try:
+        in_domain(runner, inputs)
+    except WholeRaised as raised:
+        shapes = ", ".join(map(str, raised.shapes))
+        return f"on inputs of shapes {shapes} `{runner.spec.name}` raises {first_line(raised.error)}"
+    return None
+
+
+def in_domain(runner: OperatorRunner, inputs: Inputs) -> Inputs:
+    """Return the inputs with values on which the operator is finite, else on which it runs. Raises WholeRaised, as it
+    does on the first ones, where there are none."""
+    raised: WholeRaised | None = None
+    runs: Inputs | None = None
+    for kind in DOMAINS:
+        candidate = replace(inputs, kind=kind)
         try:
-            runner.prepare(replace(inputs, kind=kind))
-            return None
-        except WholeRaised as raised:
-            shapes = ", ".join(map(str, raised.shapes))
-            message = message or f"on inputs of shapes {shapes} `{runner.spec.name}` raises {first_line(raised.error)}"
-    return message
+            whole = runner.prepare(candidate).whole
+        except WholeRaised as error:
+            raised = raised or error
+            continue
+        if whole.finite:
+            return candidate
+        runs = runs or candidate
+    if runs is None:
+        assert raised is not None
+        raise raised
+    return runs
 
 
 def without_derivatives(runner: OperatorRunner, inputs: Inputs) -> Inputs:

@@ -35,7 +35,7 @@ from verify.results.finding import Finding
 from verify.results.tolerance import largest
 from verify.results.verdict import Condition, Strength, Verdict
 
-KINDS: tuple[Kind, ...] = ("integers", "normal", "sparse", "positive", "integers", "normal", "given")
+KINDS: tuple[Kind, ...] = ("integers", "normal", "sparse", "positive", "integers", "normal", "given", "definite")
 AGAIN, NEXT = 3, 101  # representative calls that are tried, and how far their seeds are apart
 PARTS = (2, 3, 4)
 MESH = (3, 2)  # of a case with two axes

@@ -29,6 +29,7 @@ from verify.evidence.dimension_types.symbolic_call import resized
 from verify.evidence.inputs.concrete_call import ConcreteCall
 from verify.evidence.inputs.draw_calls import builtin_call, sample_calls
 from verify.evidence.oracle.case_runner import OperatorRunner, WholeRaised
+from verify.evidence.oracle.find_runnable_inputs import in_domain
 from verify.evidence.smt.smaller_calls import same_kind, variants
 from verify.evidence.split_case import Inputs
 from verify.evidence.verify_op_options import OpOptions
@@ -225,12 +226,8 @@ class _Attempt:
         """Run the whole operator, with a gradient for all but its constants. Raises WholeRaised and AnnotationError."""
         runner = OperatorRunner(self.spec, OpOptions(self.seed))
         runner.rows, runner.given = (), (concrete,)
-        inputs = Inputs(0, (), "integers", self.seed)
-        try:
-            return runner, inputs, runner.prepare(inputs).signature
-        except WholeRaised:
-            inputs = replace(inputs, kind="positive")
-            return runner, inputs, runner.prepare(inputs).signature
+        inputs = in_domain(runner, Inputs(0, (), "integers", self.seed))
+        return runner, inputs, runner.prepare(inputs).signature
 
     def other_form(self, signature: Signature, literals: bool) -> str:
         """Explain why a call is not of the same form; empty if it is."""
