@@ -30,9 +30,9 @@ from nnscaler.planning.parse_axes import parse_axes, ranks_in
 from nnscaler.tracing import trace
 from nnscaler.transform.plan import SplitStep
 from verify.processes.pool import Done, Note, Raised, TimedOut, run_forked
-from verify.programs.entry_point import verify_request
 from verify.programs.request import Depth, PlanRequest
 from verify.programs.subject import PlanSubject, RunContext
+from verify.programs.verify_request import verify_request
 
 STEPS = ("", "built", "traced", "compiled", "proved", "verified")
 PEER = 84.1  # % of HuggingFace models that nnScaler reports parallelised without manual work

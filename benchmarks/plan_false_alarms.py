@@ -28,9 +28,9 @@ from nnscaler.runtime.program.load_python import load_user_module
 from nnscaler.tracing import trace
 from nnscaler.transform.plan import Plan
 from tests.random_plans import MESHES, PIPELINES, random_plan
-from verify.programs.entry_point import verify_request
 from verify.programs.request import DTYPES, PlanRequest
 from verify.programs.subject import PlanSubject
+from verify.programs.verify_request import verify_request
 from verify.self_test.programs.judge_mutant import read_statically
 from verify.self_test.programs.right_programs import EXAMPLES, MODELS, shorten
 

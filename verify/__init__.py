@@ -14,8 +14,8 @@ from verify.results.report import Check, Report
 from verify.results.verdict import Verdict, merge
 
 if TYPE_CHECKING:
-    from verify.external.entry_point import verify_external
     from verify.external.program import ExternalProgram
+    from verify.external.verify_request import verify_external
     from verify.operators.run.verify_many import verify_op
     from verify.programs.check_text_before_run import vouch
     from verify.programs.verify_plan import verify_plan
@@ -36,7 +36,7 @@ __all__ = [
 
 _HOMES = {
     "ExternalProgram": "verify.external.program",
-    "verify_external": "verify.external.entry_point",
+    "verify_external": "verify.external.verify_request",
     "verify_op": "verify.operators.run.verify_many",
     "verify_plan": "verify.programs.verify_plan",
     "vouch": "verify.programs.check_text_before_run",

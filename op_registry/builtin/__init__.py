@@ -8,7 +8,7 @@ from op_registry.builtin.layers import (
     attention_and_recurrent,
     convolution_and_pooling,
     loss,
-    normalization,
+    normalisation,
     resizing_and_grid_sampling,
 )
 from op_registry.builtin.numeric import (
@@ -40,7 +40,7 @@ SPECS: tuple[OperatorSpec, ...] = (
     *matrix_decompositions.SPECS,
     *loss.SPECS,
     *matmul.SPECS,
-    *normalization.SPECS,
+    *normalisation.SPECS,
     *cat_and_split.SPECS,
     *reductions.SPECS,
     *fourier_and_complex.SPECS,

@@ -1,7 +1,7 @@
 """A request to verify programs of others, as plain values.
 
 The command line, the settings of a gate, a `reproduce` token and Python each make an `ExternalRequest` and hand it to
-`verify.external.entry_point.verify_external_request`. What its target leads to is an `ExternalProgram`.
+`verify.external.verify_request.verify_external_request`. What its target leads to is an `ExternalProgram`.
 """
 
 from __future__ import annotations

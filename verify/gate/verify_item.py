@@ -20,7 +20,7 @@ from nnscaler.tracing import trace
 from verify.evidence.inputs.find_operator import matching, registered_in
 from verify.evidence.inputs.import_user_code import import_module
 from verify.evidence.verify_op_options import OpOptions
-from verify.external.entry_point import verify_external_request
+from verify.external.verify_request import verify_external_request
 from verify.gate.items import ExternalItem, Item, OpItem, OpSource, PlanItem
 from verify.gate.outcome import ItemResult
 from verify.gate.run_order import Phase
@@ -28,8 +28,8 @@ from verify.operators.run.cache import Cache
 from verify.operators.run.job import address_of, make_job
 from verify.operators.run.targets import registered_by
 from verify.operators.run.verify_many import PoolSettings, run_many
-from verify.programs.entry_point import verify_request
 from verify.programs.subject import RunContext, load_subject
+from verify.programs.verify_request import verify_request
 from verify.results.report import Report
 from verify.results.typed_attachments import Attachments
 

@@ -1,7 +1,7 @@
 """A request to verify a program, as plain values: the program, and how much of it is looked at.
 
 The command line, the gate's settings, a `reproduce` token and Python each make a `PlanRequest` and hand it to
-`verify.programs.entry_point.verify_request`. What its paths lead to is a `PlanSubject`.
+`verify.programs.verify_request.verify_request`. What its paths lead to is a `PlanSubject`.
 """
 
 from __future__ import annotations

@@ -14,10 +14,10 @@ import torch
 
 from nnscaler.errors import NnscalerError
 from nnscaler.tracing.user_loss import LossFunction, recorded_loss, with_loss
-from verify.programs.entry_point import verify_request
 from verify.programs.opened_program import open_program
 from verify.programs.request import DTYPES, Depth, Level, PlanRequest
 from verify.programs.subject import PlanSubject
+from verify.programs.verify_request import verify_request
 from verify.results.report import Report
 
 if TYPE_CHECKING:

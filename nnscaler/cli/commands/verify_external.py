@@ -180,7 +180,7 @@ def external_request(options: argparse.Namespace) -> ExternalRequest:
 
 def verify(request: ExternalRequest, console: Console) -> list[Report]:
     """Verify what the request says, and tell the console. Raises NnscalerError for what could not be run."""
-    from verify.external.entry_point import verify_external_request
+    from verify.external.verify_request import verify_external_request
 
     return verify_external_request(request, run_context(console))
 

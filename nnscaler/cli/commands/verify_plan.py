@@ -169,7 +169,7 @@ def plan_request(options: argparse.Namespace) -> PlanRequest:
 
 def verify(request: PlanRequest, console: Console, *, cached: bool = True) -> Report:
     """Verify what the request says, and tell the console. Raises NnscalerError for what could not be run."""
-    from verify.programs.entry_point import verify_request
+    from verify.programs.verify_request import verify_request
 
     return verify_request(request, context=replace(run_context(console), cached=cached))
 

@@ -25,7 +25,7 @@ from nnscaler.tracing.graph_builder import (
     written_inputs,
 )
 from nnscaler.tracing.passes.decompositions import RUNNING_STATISTIC, statistic_written
-from nnscaler.tracing.passes.functional_forms import functional_form, unwritable
+from nnscaler.tracing.passes.functional_forms_of_inplace import functional_form, unwritable
 
 # How to write through a view: the viewed tensor's new value, from a new value of the view.
 

@@ -8,10 +8,10 @@ import pytest
 
 from nnscaler.cli.main import main
 from nnscaler.errors import NnscalerError
-from verify.external.entry_point import verify_external_request
 from verify.external.request import ExternalRequest
 from verify.external.transformers.expand_requests import expand, value_of
 from verify.external.transformers.find_config import targets
+from verify.external.verify_request import verify_external_request
 from verify.programs.subject import RunContext
 
 

@@ -68,7 +68,7 @@ def verify_external(program: ExternalProgram | str, **options: Any) -> Report:
         return _verify(program, request, RunContext())
     reports = verify_external_request(request)
     if len(reports) != 1:
-        help = "verify.external.entry_point.verify_external_request returns a report of each"
+        help = "verify.external.verify_request.verify_external_request returns a report of each"
         raise NnscalerError("usage", f"{program} is {len(reports)} programs", help=help)
     return reports[0]
 
