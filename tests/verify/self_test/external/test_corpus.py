@@ -16,7 +16,7 @@ QUICK = ("tp=2 mlp", "fsdp=2 columns", "ddp=3 mlp uneven rows", "pp=2 mlp zero b
          "ep=2 moe sent")  # fmt: skip
 CLASSES = {
     "missing_reduction", "own_rows", "scaled", "stale", "permuted", "partly_wrong", "zero", "differs", "mean_of_means",
-    "micro_batches", "not_synchronised", "not_updated", "random_numbers",
+    "micro_batches", "not_synchronised", "not_updated", "random_numbers", "untied",
 }  # fmt: skip
 WRONG = [row for row in ROWS if not row.equivalent]
 SAMPLED = [row for row in WRONG if row.base.split()[-1] in ("mlp", "moe", "each", "accumulated")][::14]
