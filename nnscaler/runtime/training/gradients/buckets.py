@@ -6,8 +6,7 @@ bucket leaves when all of its gradients are complete, and comes back when it is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from math import prod
 
 import torch
@@ -29,6 +28,7 @@ class Bucket:
     def __init__(self, group: Group, names: tuple[str, ...], count: int) -> None:
         self.group, self.names, self._count = group, names, count
         self.ranks = tuple(sorted(group))
+        self._context = _told(names)
         self._missing = count
         self._pending: Pending | None = None
 
@@ -46,8 +46,12 @@ class Bucket:
 
     def start(self, communicator: Communicator) -> None:
         """Begin the sum of what lies in the places."""
-        with _told(communicator, self.names):
+        before = communicator.context
+        communicator.context = self._context or before
+        try:
             self._pending = self._begin(communicator)
+        finally:
+            communicator.context = before
 
     def wait(self) -> None:
         """Return when the sums are there."""
@@ -158,19 +162,13 @@ class Departures:
     def filled(self, bucket: Bucket) -> None:
         """Note that one more gradient lies in the bucket, and let leave what may."""
         bucket.filled()
-        waiting = self._waiting[bucket.ranks]
-        while waiting and waiting[0].complete:
-            waiting.pop(0).start(self._communicator)
+        if bucket.complete:
+            waiting = self._waiting[bucket.ranks]
+            while waiting and waiting[0].complete:
+                waiting.pop(0).start(self._communicator)
 
 
-@contextmanager
-def _told(communicator: Communicator, names: Sequence[str]) -> Iterator[None]:
-    """Calls inside are recorded with the parameters whose gradients they sum."""
-    before = communicator.context
-    if names:
-        named, more = [f"`{name}`" for name in names[:_NAMED]], len(names) - _NAMED
-        communicator.context = SUMMED + ", ".join(named) + (f" and {more} more" if more > 0 else "")
-    try:
-        yield
-    finally:
-        communicator.context = before
+def _told(names: Sequence[str]) -> str:
+    """Return what calls are recorded as, by the parameters whose gradients they sum; empty without names."""
+    named, more = [f"`{name}`" for name in names[:_NAMED]], len(names) - _NAMED
+    return SUMMED + ", ".join(named) + (f" and {more} more" if more > 0 else "") if names else ""
