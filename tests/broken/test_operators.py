@@ -75,7 +75,7 @@ CLAIMS: list[tuple[Callable[..., Any], str, str, str]] = [
 
 
 @pytest.mark.parametrize(
-    ("operator", "claim", "identifier", "right"), every(2, CLAIMS), ids=lambda v: getattr(v, "__name__", v)
+    ("operator", "claim", "identifier", "right"), every(3, CLAIMS), ids=lambda v: getattr(v, "__name__", v)
 )
 def test_a_wrong_claim_is_refuted_with_the_right_one(
     operator: Callable[..., Any], claim: str, identifier: str, right: str

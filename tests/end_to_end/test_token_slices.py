@@ -110,7 +110,7 @@ class DecaysBothWays(Decays):
     operator = staticmethod(decayed_both_ways)
 
 
-@pytest.mark.parametrize("plan", ["pp=2,slices=3", "pp=2,slices=4:3:2"])
+@pytest.mark.parametrize("plan", [pytest.param("pp=2,slices=3", marks=pytest.mark.long), "pp=2,slices=4:3:2"])
 def test_a_scan_of_a_user_runs_in_slices(plan: str) -> None:
     report = verify_plan(lambda: Decays().double(), inputs(), ranks=2, plan=plan, micro_batches=2, backend="simulator")
     assert report.verdict.passes, [f.message for f in report.findings]

@@ -207,6 +207,7 @@ def check_text(lines: list[str], model: Path) -> None:
     assert lines[-1] == "4 of 10 operators without annotation  model.py: 4 with a stub, 0 without"
 
 
+@pytest.mark.long
 def test_a_model_without_data_has_stubs_too(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (row,) = listed(capsys, f"{model}::without_data")["missing"]
     assert row["annotation"] == "* a+, a+ b -> * b"

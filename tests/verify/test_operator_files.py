@@ -110,7 +110,7 @@ def test_a_folder_that_was_moved_with_its_files_is_as_it_was(project: Project) -
         report = project.verify("all")
         assert report.exit_code == 0, report.to_json()
         assert "files of operators" in [check.name for check in report.checks]
-        assert project.launch() == ""
+    assert project.launch() == ""
 
 
 @pytest.mark.parametrize("level", ["static", "run"])

@@ -98,7 +98,7 @@ def run(folder: Path, words: tuple[str, ...], **places: str) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("command", "place", "statement"),
     every(
-        2,
+        3,
         [
             ("verify-plan", "imported", "os._exit(0)"),
             ("verify-plan", "build", "os._exit(1)"),
@@ -119,12 +119,13 @@ def test_it_could_not_run(command: str, place: str, statement: str, tmp_path: Pa
     assert (code, statement in said, "Traceback" in said) == (2, True, False), said
 
 
+@pytest.mark.long
 def test_in_a_thread(tmp_path: Path) -> None:
     code, said = run(tmp_path, COMMANDS["verify-plan"], forward="in_thread()")
     assert (code, "user code ended the process: os._exit(0) in a thread" in said) == (2, True), said
 
 
-@pytest.mark.parametrize("statement", ["os._exit(0)", "sys.exit(0)"])
+@pytest.mark.parametrize("statement", ["os._exit(0)", pytest.param("sys.exit(0)", marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("command", "place"),
     every(2, [("verify-op", "operator"), ("verify-external", "parallelize"), ("verify-external", "forward")]),

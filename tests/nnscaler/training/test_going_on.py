@@ -260,7 +260,7 @@ def wait(trainer): time.sleep(0.1)
 """
 
 
-@pytest.mark.parametrize("plan", ["dp=1", "dp=2"])
+@pytest.mark.parametrize("plan", [pytest.param("dp=1", marks=pytest.mark.long), "dp=2"])
 def test_ctrl_c_ends_a_run_after_its_step(tmp_path: Path, plan: str) -> None:
     (tmp_path / "model.py").write_text(SLOW)
     (tmp_path / "run.toml").write_text(

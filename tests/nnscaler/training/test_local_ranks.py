@@ -58,7 +58,7 @@ name = "SGD"
     ("words", "variable", "message"),
     [
         (("--optimizer.foo=2",), "", "SGD takes no 'foo'"),  # each rank finds it by itself
-        ((), "BRANCHES", "torch.export cannot trace the model"),  # rank 0 finds it, and tells the other
+        pytest.param((), "BRANCHES", "torch.export cannot trace the model", marks=pytest.mark.long),  # rank 0 tells
     ],
 )
 def test_what_every_rank_ends_with_is_said_once(

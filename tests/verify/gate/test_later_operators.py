@@ -79,6 +79,7 @@ def test_what_forward_imports_is_verified(tmp_path: Path) -> None:
     assert "an operator more" in said
 
 
+@pytest.mark.long
 def test_a_test_of_the_plan_is_one_of_them_too(tmp_path: Path) -> None:
     project(tmp_path, "from later import later as operator")
     code, said = run(tmp_path, "pytest", "-p", "no:cacheprovider", "--nnscaler-gate")
@@ -86,6 +87,7 @@ def test_a_test_of_the_plan_is_one_of_them_too(tmp_path: Path) -> None:
     assert "REFUTED  later.py::later" in said
 
 
+@pytest.mark.long
 def test_what_is_registered_when_the_model_is_built_is_verified(tmp_path: Path) -> None:
     """Importing the file registers nothing: the model is built and traced before the operator is verified."""
     project(tmp_path, "pass", BUILT)

@@ -134,6 +134,7 @@ def test_what_is_wrong_with_some_number_of_dims_is_refuted(function: Any, annota
     assert {finding.code for finding in report.findings} == {"annotation_wrong"}
 
 
+@pytest.mark.long
 def test_what_runs_with_one_number_of_dims_only_passes() -> None:
     def of_two(x: Tensor) -> Tensor:
         rows, columns = x.shape

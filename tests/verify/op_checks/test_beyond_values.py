@@ -10,7 +10,7 @@ from verify.results.verdict import Verdict
 
 
 @pytest.mark.parametrize("function", WRONG)
-@pytest.mark.parametrize("annotation", ["b d -> b d", "b d^ -> b d^"])
+@pytest.mark.parametrize("annotation", ["b d -> b d", pytest.param("b d^ -> b d^", marks=pytest.mark.long)])
 def test_what_is_wrong_on_some_values_is_refuted(function: Operator, annotation: str) -> None:
     report = verified(function, annotation)
     assert report.verdict is Verdict.REFUTED

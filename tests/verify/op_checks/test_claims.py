@@ -328,6 +328,7 @@ def _chaotic(unit: float) -> Callable[[Tensor], Tensor]:
     return function
 
 
+@pytest.mark.long
 def test_what_rounding_makes_as_large_as_a_wrong_result_decides_nothing() -> None:
     right, wrong = (_report("a b -> a b", _chaotic(unit), (torch.randn(6, 4),)) for unit in (2.0**-53, 2.0**-12))
     assert right.verdict is Verdict.INCONCLUSIVE

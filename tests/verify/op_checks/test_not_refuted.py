@@ -113,6 +113,7 @@ def test_where_shards_overflow_after_many_steps_is_no_difference(function: Any) 
     assert verified(function, "b l^ k^, b l^ k^, b l^ v -> b l^ v").verdict.passes
 
 
+@pytest.mark.long
 def test_smaller_values_show_what_is_wrong_after_many_steps() -> None:
     report = verified(delta_rule_that_mixes_if_long, "b l^ k^, b l^ k^, b l^ v -> b l^ v")
     assert report.verdict is Verdict.REFUTED

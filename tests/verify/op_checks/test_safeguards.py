@@ -337,6 +337,7 @@ def turned_pairs(x: Tensor) -> Tensor:
     return torch.cat([first * angles.cos() - second * angles.sin(), first * angles.sin() + second * angles.cos()], -1)
 
 
+@pytest.mark.long
 def test_what_halves_a_size_is_tried_on_even_ones() -> None:
     report = verify_spec(OperatorSpec("turned_pairs", "b s^ d^ -> b s^ d^", target=turned_pairs))
     assert report.exit_code == 0, report.to_json()

@@ -286,7 +286,7 @@ def narrow_product(x: Tensor, weight: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     ("function", "annotation"),
-    [(narrow_norm, "* d^, d^ -> * d^"), (narrow_product, "a k+, k+ n -> a n")],
+    [pytest.param(narrow_norm, "* d^, d^ -> * d^", marks=pytest.mark.long), (narrow_product, "a k+, k+ n -> a n")],
 )
 def test_narrower_dtypes_inside_an_operator_only_round(function: Any, annotation: str) -> None:
     assert verify_spec(spec_of(function, annotation), OpOptions()).verdict.passes

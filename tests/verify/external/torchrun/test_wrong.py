@@ -81,7 +81,7 @@ def test_clipping_by_hand_is_tried_beyond_its_limit(command: str) -> None:
     ("broken", "words"),
     [
         ("limit", "rank 0 clips by 2e+03, and one rank by 1e+03"),
-        ("value", "rank 0 clips by 2e+03, and one rank by 1e+03"),
+        pytest.param("value", "rank 0 clips by 2e+03, and one rank by 1e+03", marks=pytest.mark.long),
         pytest.param("none", "rank 0 clips by inf, and one rank by 1e+03", marks=pytest.mark.long),
     ],
 )
