@@ -181,3 +181,13 @@ def test_operators_that_cannot_be_loaded_alone_are_noted(
     assert report.exit_code == 0
     (note,) = (note for note in report.notes if "imports their files alone" in note)
     assert ("not twice" if "Value" in how else "3") in note
+
+
+@pytest.mark.apart
+def test_an_operator_that_its_file_alone_does_not_register_is_noted(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OF_TWICE", "import nnscaler; nnscaler.register_op = lambda *_: lambda target: target")
+    report = project.verify("static")
+    assert "operators loaded alone" not in [check.name for check in report.checks]
+    assert any("no file registers it when it is imported" in note for note in report.notes)

@@ -75,7 +75,7 @@ class _Trained:
 
 @dataclass(frozen=True)
 class _LiveEngine:
-    """What is known of an engine.
+    """An engine that may be alive.
 
     thread    that made it
     module    that its program was compiled from, or nothing

@@ -215,7 +215,7 @@ class Some(nn.Module):
 def test_three_programs_train_one_tensor(
     plan: str, ranks: int, programs: list[tuple[tuple[int, ...], set[int]]]
 ) -> None:
-    """Whatever the others freeze, and do not read."""
+    """One of them freezes or does not read what the others train."""
     torch.manual_seed(0)
     layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
     x = torch.randn(4, 6, dtype=torch.float64)

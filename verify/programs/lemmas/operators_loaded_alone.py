@@ -43,6 +43,7 @@ NAME = "operators loaded alone"
 _KINDS: tuple[Kind, ...] = ("integers", "normal")
 _SECONDS = 60.0  # for the imports and the calls
 _CAUSE = "the model's file changed, after the import, what it refers to; a rank that is launched does not import that"
+_NEITHER = "no file registers it when it is imported, as a launched rank needs it, or the call raises here"
 _HELP = "set it in the operator's own file, or give it to the operator as an argument"
 
 
@@ -83,9 +84,14 @@ def check_operators_alone(
     for trial, text in zip(trials, found, strict=True):
         if text:
             mistakes.setdefault(trial.spec.name, (trial.spec, text))
+    left = ", ".join(dict.fromkeys(f"`{t.spec.name}`" for t, text in zip(trials, found, strict=True) if text is None))
+    note = f"{left} was not compared with what its file alone makes of it: {_NEITHER}" if left else None
+    compared = sum(text is not None for text in found)
+    if not compared:
+        return None, note
     verdict = Verdict.REFUTED if mistakes else Verdict.TESTED_EXACT
-    check = Check(NAME, verdict, len(trials), len(mistakes), supporting=True)
-    return outcome_of(check, [_finding(spec, text) for spec, text in mistakes.values()]), None
+    check = Check(NAME, verdict, compared, len(mistakes), supporting=True)
+    return outcome_of(check, [_finding(spec, text) for spec, text in mistakes.values()]), note
 
 
 def _apart(files: Sequence[Path], trials: Sequence[_SmallCall]) -> list[str | None] | Died | TimedOut | str:
@@ -133,8 +139,8 @@ def _trials(graph: Graph, seed: int) -> Iterator[_SmallCall]:
 
 
 def _compare(files: Sequence[Path], trials: Sequence[_SmallCall]) -> list[str | None]:
-    """Say of each trial how its result differs once the user's modules are forgotten and the files imported; None where
-    it does not. For a child process, which ends then."""
+    """Say of each trial how its result differs once the user's modules are forgotten and the files imported; "" where
+    it does not, None where it cannot be compared. For a child process, which ends then."""
     before = [trial.run(trial.spec) for trial in trials]
     for trial in trials:
         default_registry().forget(trial.spec.name)
@@ -145,7 +151,7 @@ def _compare(files: Sequence[Path], trials: Sequence[_SmallCall]) -> list[str | 
 def _differs(trial: _SmallCall, before: WholeRun | str) -> str | None:
     spec = default_registry().lookup(trial.spec.name)
     if isinstance(before, str) or spec is None:
-        return None  # the lemmas show what raises; where no file registers it, a rank says so when it starts
+        return None
     after = trial.run(spec)
     if isinstance(after, str):
         return f"it raises {after}"
@@ -158,7 +164,7 @@ def _differs(trial: _SmallCall, before: WholeRun | str) -> str | None:
             found = difference(wrong, right, scale)
             if found.relative > FLOAT64_BOUND:
                 return str(found)
-    return None
+    return ""
 
 
 def _finding(spec: OperatorSpec, text: str) -> Finding:

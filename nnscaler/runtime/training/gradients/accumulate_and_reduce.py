@@ -73,9 +73,7 @@ class Gradients:
         self._unplaced = [one for one in self._wanted.values() if one not in self._place]
         # where all that is to be done with a gradient that one backward makes is to put it there
         self._only_placed = {
-            one: at
-            for one, at in self._place.items()
-            if len(one.stages) == 1 and one.dtype == one.leaf.dtype == widened(one.leaf.dtype)
+            o for o in self._place if len(o.stages) == 1 and o.dtype == o.leaf.dtype == widened(o.leaf.dtype)
         }
         self._clear()
 
@@ -212,7 +210,7 @@ class Gradients:
         if self._reads is not None and self._reads.awaits(one.leaf):
             return
         if self._is_all_of(one) and leaf.grad is not None:  # as below, in fewer steps: most leaves come here
-            bucket, position = self._only_placed[one]
+            bucket, position = self._place[one]
             bucket.place(position).copy_(leaf.grad)
             leaf.grad = None
             self._added.add(one)
