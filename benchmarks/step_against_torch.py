@@ -89,6 +89,9 @@ ROWS = {
         "dp=N,zero=2", "fully_shard, not resharded after forward", partial(peers.sharded, keep=True), (2, 4), None, None
     ),
     "tp": Row("tp=N", "parallelize_module", peers.tensor_parallel, time=0.95),
+    "tp-compiled": Row(
+        "tp=N", "torch.compile of it", partial(peers.tensor_parallel, compiled=True), (2, 4), 0.95, None, compiled=True
+    ),
     "pp": Row("pp=N", "Schedule1F1B", peers.pipeline, time=0.95, micro=MICRO_BATCHES, schedule="1f1b"),
     "pp-balanced": Row(
         "pp=N,balanced=1", "Schedule1F1B", peers.pipeline, time=0.95, micro=MICRO_BATCHES, schedule="1f1b"

@@ -148,12 +148,14 @@ def _device(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
 
 
-def tensor_parallel(model: GPT) -> Step:
+def tensor_parallel(model: GPT, compiled: bool = False) -> Step:
+    """`compiled`: the model is, whole; torch 2.13 cannot run the backward of blocks that are compiled one by one."""
     _tensor_parallel(model, init_device_mesh(_device(model).type, (torch.distributed.get_world_size(),)))
-    forward = model.forward
+    if compiled:
+        model.compile()
 
     def whole(ids: Tensor, labels: Tensor) -> Tensor:
-        loss = forward(ids, labels)
+        loss = model(ids, labels)
         return loss.full_tensor() if hasattr(loss, "full_tensor") else loss
 
     return _with_parallel_loss(_step(whole, adamw(model.parameters())))

@@ -36,7 +36,7 @@ def regions_in(saved: SavedValues) -> Iterator[None]:
 
 def recompute(function: Callable[..., Any], *tensors: Any) -> Any:
     """Call `function(*tensors)`, whose activations are computed again in backward instead of being kept."""
-    saved = None if torch.compiler.is_compiling() or not torch.is_grad_enabled() else _recording.get()
+    saved = None if torch.compiler.is_dynamo_compiling() or not torch.is_grad_enabled() else _recording.get()
     if saved is None:
         return checkpoint(function, *tensors, use_reentrant=False, preserve_rng_state=False)
     region = _Region(function, tensors, saved)

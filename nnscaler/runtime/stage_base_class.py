@@ -358,7 +358,7 @@ def may_gather_again(stage: Stage) -> bool:
 
 def place_of(stage: Stage) -> str:
     """file:line of the stage's forward: where its messages are declared to come and go."""
-    code = stage.forward.__code__
+    code = type(stage).forward.__code__  # of the text, also where another forward was compiled from it
     return f"{code.co_filename}:{code.co_firstlineno}"
 
 

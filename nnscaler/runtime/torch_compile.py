@@ -1,17 +1,29 @@
 """Compile the forward of stages with torch.compile, around what it cannot look into.
 
-What communicates, and what draws random numbers, stays as it is written: torch.compile ends a graph before it and
-begins another one after it. So every call is made, by the communicator that the executor was given.
+What draws random numbers, and collectives that are not nodes of a graph (`collectives_in_graphs`), stay as they are
+written: torch.compile ends a graph before them and begins another one after them. So every call is made, by the
+communicator that the executor was given.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch._guards import TracingContext  # the stack of what is traced; torch has no public way to it
 
 Function = Callable[..., Any]
+
+_NO_PROGRAMS = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
+# Of several ranks. What they hold in common must stay equal bit for bit, and kernels that each rank chooses by its own
+# timings sum in orders of their own: none is chosen so. Graphs with effects in an order are kept for the next process:
+# inductor looks for them by all that their nodes are given, and torch only does not say that of this one.
+_SEVERAL: dict[str, Any] = {
+    "deterministic": True,
+    "unsafe_marked_cacheable_functions": {"torch.ops.higher_order.with_effects": "1"},
+}
 
 
 def _call(function: Function, *arguments: Any) -> Any:
@@ -27,14 +39,23 @@ def apart(function: Function, *arguments: Any) -> Any:
     return _call_with["apart"](function, *arguments)
 
 
-def compiled(forward: Function, *constant: Function, several: bool) -> Function:
-    """Return a compiled forward. `constant`: functions whose results are constants of it.
+def place_in_graph() -> str:
+    """Return file:line of the rank program that torch.compile reads, "" where that is not known.
 
-    `several`: other ranks compile the same. What ranks hold in common must stay equal bit for bit, and kernels that
-    each rank chooses by its own timings sum in orders of their own: none is chosen so then.
+    A constant of what is compiled, by `compiled`.
     """
+    context = TracingContext.try_get()
+    for frame in reversed(TracingContext.extract_stack() if context is not None else ()):
+        if not frame.filename.startswith(_NO_PROGRAMS):
+            return f"{frame.filename}:{frame.lineno}"
+    return ""
+
+
+def compiled(forward: Function, *constant: Function, several: bool) -> Function:
+    """Return a compiled forward. `constant`: functions whose results are constants of it. `several`: other ranks
+    compile the same."""
     if _call_with["apart"] is _call:
         _call_with["apart"] = torch.compiler.disable(_call)
-    for function in constant:
+    for function in (place_in_graph, *constant):
         torch.compiler.assume_constant_result(function)
-    return torch.compile(forward, dynamic=False, options={"deterministic": True} if several else None)
+    return torch.compile(forward, dynamic=False, options=_SEVERAL if several else None)

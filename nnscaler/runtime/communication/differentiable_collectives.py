@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from nnscaler.layout import Partial, Sharded, State
+from nnscaler.runtime.communication.collectives_in_graphs import CollectivesInGraphs
 from nnscaler.runtime.communication.communicator import Communicator, ProgramError, program_place
 from nnscaler.runtime.communication.sharded_parameter_gathers import ParameterReads, Read
 from nnscaler.runtime.communication.token_slice_cache import KeptRows
 from nnscaler.runtime.cut_tensors import join_pieces, piece_of, pieces_of, place_piece
-from nnscaler.runtime.torch_compile import apart
+from nnscaler.runtime.torch_compile import apart, place_in_graph
 
 # One mesh axis as a rank sees it.
 
@@ -40,6 +41,7 @@ class AxisGroup:
     communicator   None on an axis in time
     kept           on the axis of slices, what the slices of a micro-batch keep for each other
     reads          gathers parameters before they are read
+    number         of the communicator, where its calls are in graphs that are compiled; None: graphs end before them
     """
 
     name: str
@@ -49,12 +51,19 @@ class AxisGroup:
     communicator: Communicator | None = None
     kept: KeptRows | None = None
     reads: ParameterReads | None = None
+    number: int | None = None
 
     def connected(self) -> Communicator:
         """Return the communicator. Raises ProgramError on an axis in time, over which nothing can be sent."""
         if self.communicator is None:
             raise ProgramError(f"axis {self.name!r} has no ranks to communicate with")
         return self.communicator
+
+    def calls(self) -> Communicator | CollectivesInGraphs:
+        """Return what makes collectives, here or in the graph that torch.compile makes. Raises as `connected`."""
+        if self.number is not None and torch.compiler.is_dynamo_compiling():
+            return CollectivesInGraphs(self.number, place_in_graph(), self.index)
+        return self.connected()
 
 
 Sizes = tuple[int, ...]
@@ -66,13 +75,14 @@ class Conversion(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, axis: AxisGroup, kernel: Kernel, adjoint: Kernel) -> Tensor:
-        ctx.axis, ctx.adjoint, ctx.place = axis, adjoint, program_place()
+        ctx.axis, ctx.adjoint = axis, adjoint
+        ctx.place = place_in_graph() if torch.compiler.is_dynamo_compiling() else program_place()
         return kernel(tensor, axis)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None, None]:
         axis: AxisGroup = ctx.axis
-        if axis.communicator is None:
+        if axis.communicator is None or torch.compiler.is_dynamo_compiling():
             return ctx.adjoint(gradients[0], axis), None, None, None
         with axis.communicator.at(ctx.place):
             return ctx.adjoint(gradients[0], axis), None, None, None
@@ -93,6 +103,8 @@ class _ParameterRead(torch.autograd.Function):
 
 
 def _convert(tensor: Tensor, axis: AxisGroup, kernel: Kernel, adjoint: Kernel) -> Tensor:
+    if axis.number is not None:
+        return cast(Tensor, Conversion.apply(tensor, axis, kernel, adjoint))
     return cast(Tensor, apart(Conversion.apply, tensor, axis, kernel, adjoint))
 
 
@@ -104,11 +116,11 @@ def _same(tensor: Tensor, _: AxisGroup) -> Tensor:
 
 
 def _sum(tensor: Tensor, axis: AxisGroup) -> Tensor:
-    return axis.connected().all_reduce(tensor, axis.ranks)
+    return axis.calls().all_reduce(tensor, axis.ranks)
 
 
 def _maximum(tensor: Tensor, axis: AxisGroup) -> Tensor:
-    return axis.connected().all_reduce(tensor, axis.ranks, "max")
+    return axis.calls().all_reduce(tensor, axis.ranks, "max")
 
 
 def _first(tensor: Tensor, axis: AxisGroup) -> Tensor:
@@ -132,13 +144,13 @@ def _place(cut: Sharded) -> Kernel:
 def _gather(cut: Sharded) -> Kernel:
     def gather(tensor: Tensor, axis: AxisGroup) -> Tensor:
         shapes = [cut.shape_at(tensor.shape, i) for i in range(axis.size)] if cut.sizes else None
-        return join_pieces(axis.connected().all_gather(tensor, axis.ranks, shapes), cut)
+        return join_pieces(axis.calls().all_gather(tensor, axis.ranks, shapes), cut)
 
     return gather
 
 
 def _sum_scatter(cut: Sharded) -> Kernel:
-    return lambda tensor, axis: axis.connected().reduce_scatter(pieces_of(tensor, cut, axis.size), axis.ranks)
+    return lambda tensor, axis: axis.calls().reduce_scatter(pieces_of(tensor, cut, axis.size), axis.ranks)
 
 
 def _exchange(split: Sharded, join: Sharded) -> Kernel:
@@ -147,7 +159,7 @@ def _exchange(split: Sharded, join: Sharded) -> Kernel:
         if split.sizes or join.sizes:
             rows = [join.shape_at(pieces[0].shape, i) for i in range(axis.size)]
             shapes = [[split.shape_at(row, j) for j in range(axis.size)] for row in rows]
-        return join_pieces(axis.connected().all_to_all(pieces, axis.ranks, shapes), join)
+        return join_pieces(axis.calls().all_to_all(pieces, axis.ranks, shapes), join)
 
     return exchange
 
@@ -190,17 +202,17 @@ def all_gather_replicated(
 ) -> Tensor:
     """Sharded -> Replicated: all_gather / reduce_scatter."""
     cut = Sharded(dim, outer, sections, sizes)
-    return cast(Tensor, apart(_read_or_gather, x, axis, cut))
-
-
-def _read_or_gather(x: Tensor, axis: AxisGroup, cut: Sharded) -> Tensor:
     if axis.reads is None or not isinstance(x, torch.nn.Parameter):
-        return cast(Tensor, Conversion.apply(x, axis, _gather(cut), _sum_scatter(cut)))
+        return _convert(x, axis, _gather(cut), _sum_scatter(cut))
+    return cast(Tensor, apart(_read_or_gather, x, axis, axis.reads, cut))
+
+
+def _read_or_gather(x: torch.nn.Parameter, axis: AxisGroup, reads: ParameterReads, cut: Sharded) -> Tensor:
     read = Read(x, axis.ranks, axis.index, cut, program_place())
-    if axis.reads.knows(x):
-        return cast(Tensor, _ParameterRead.apply(x, axis.reads, read))
+    if reads.knows(x):
+        return cast(Tensor, _ParameterRead.apply(x, reads, read))
     whole = cast(Tensor, Conversion.apply(x, axis, _gather(cut), _sum_scatter(cut)))  # a version of a stream
-    return axis.reads.remember(whole, read)
+    return reads.remember(whole, read)
 
 
 def place(x: Tensor, axis: AxisGroup, dim: int, outer: int = 1, sections: Sizes = (), sizes: Sizes = ()) -> Tensor:

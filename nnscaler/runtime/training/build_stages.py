@@ -9,12 +9,15 @@ from types import MappingProxyType, ModuleType
 import torch
 from torch import Tensor
 
+from nnscaler import communication_buckets
+from nnscaler.runtime.communication.collectives_in_graphs import graph_number
 from nnscaler.runtime.communication.communicator import Communicator, ProgramError
 from nnscaler.runtime.communication.differentiable_collectives import AxisGroup
 from nnscaler.runtime.communication.sharded_parameter_gathers import ParameterReads
 from nnscaler.runtime.shards import local_shape, ravel, shard, unravel
 from nnscaler.runtime.stage_base_class import INPUT_GRADIENT, Buffer, Observer, Parameter, RunContext, Stage
-from nnscaler.runtime.training.autocast import dtype_named
+from nnscaler.runtime.torch_compile import compiled
+from nnscaler.runtime.training.autocast import dtype_named, dtype_of_run
 from nnscaler.runtime.training.parameters_at_rest import AtRest, divisions_of
 
 State = Mapping[str, Tensor]
@@ -209,6 +212,22 @@ def adopted(stages: Iterable[Stage], held: dict[Key, Held], given: Mapping[Key, 
             found[key] = AtRest(mine.leaf, rest, divisions_of(stage, description), "step")
             held[key] = Held(mine.leaf, rest, description, trained=False)
     return tuple(found.values())
+
+
+def compile_each(stages: Iterable[Stage], communicator: Communicator) -> None:
+    """Compile the forward of each stage, and with it its backward.
+
+    Collectives are in the graphs, but where many gradients are summed while backward runs: a graph has them all at its
+    end, so that it ends before each collective, and each of its parts hands on the gradients that it has.
+    """
+    number = graph_number(communicator)
+    for stage in stages:
+        summed = [(name, one) for name, one in stage.parameters.items() if one.used and one.reduce and not one.copies]
+        early = (getattr(stage, name) for name, one in summed if not one.rest or one.scatter == "micro_batch")
+        if sum(leaf.numel() * leaf.element_size() for leaf in early) <= communication_buckets.LEAST_BYTES:
+            for axis in stage.axes:
+                setattr(stage, axis, replace(getattr(stage, axis), number=number))
+        stage.forward = compiled(stage.forward, dtype_of_run, several=communicator.world_size > 1)
 
 
 def stages_of(module: ModuleType, rank: int) -> list[type[Stage]]:

@@ -32,10 +32,9 @@ from nnscaler.runtime.stage_base_class import (
     place_of,
     times_of,
 )
-from nnscaler.runtime.torch_compile import compiled
-from nnscaler.runtime.training.autocast import autocast_on, dtype_named, dtype_of_run, in_precision, precision_of_run
+from nnscaler.runtime.training.autocast import autocast_on, dtype_named, in_precision, precision_of_run
 from nnscaler.runtime.training.backward import BackwardPasses
-from nnscaler.runtime.training.build_stages import Held, Key, StageBuilder, adopted, stages_of, taken_over
+from nnscaler.runtime.training.build_stages import Held, Key, StageBuilder, adopted, compile_each, stages_of, taken_over
 from nnscaler.runtime.training.cut_batch import Batch, BatchCutter
 from nnscaler.runtime.training.executor_settings import ExecutorSettings
 from nnscaler.runtime.training.gradients.accumulate_and_reduce import Gradients
@@ -101,8 +100,7 @@ class RankExecutor:
         with precision_of_run(self.precision):
             self.stages = {c.index: builder.build(c, self._observer(c.index)) for c in classes}
         if settings.compiled and observe is None:
-            for stage in self.stages.values():
-                stage.forward = compiled(stage.forward, dtype_of_run, several=communicator.world_size > 1)
+            compile_each(self.stages.values(), communicator)
         self.parameters: dict[tuple[int, str], torch.nn.Parameter] = {
             (index, name): stage.at_rest[name] for index, stage in self.stages.items() for name in stage.parameters
         }

@@ -12,17 +12,18 @@ from torch import Tensor
 
 import nnscaler
 from nnscaler.model_file import import_user_file
-from nnscaler.runtime.communication.communicator import Communicator
+from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError, Communicator
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.program.load_python import load_role
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.executor_settings import ExecutorSettings
 from nnscaler.training.recompilation import folder_of
 from tests.sampling import only
-from tests.timings import Small, sample
+from tests.timings import Small, sample, small_buckets
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
-Result = tuple[list[float | None], dict[Any, Tensor]]
+IN_GRAPHS = ("tp=2", "ep=2", "cp=2")  # the last with a ring, at which graphs end
+Result = tuple[list[float | None], dict[Any, Tensor], list[CommunicationCall]]
 
 
 def plans() -> list[object]:
@@ -39,7 +40,7 @@ def plans() -> list[object]:
         ("gpt", "pp=2", "zb-v"),
         ("moe", "ep=2", None),
     )
-    return only((0,), rows)
+    return only((0, 1), rows)
 
 
 @pytest.mark.parametrize(("model", "plan", "schedule"), plans())
@@ -68,19 +69,59 @@ def test_compiled_stages_compute_the_same(
         settings = ExecutorSettings(precision="float64", shapes=made.manifest.shapes, compiled=compiled)
         executor = RankExecutor(role, communicator.rank, communicator, made.state, settings)
         losses: list[float | None] = []
+        calls: list[CommunicationCall] = []
+        communicator.listener = calls.append
         for _ in range(2):
             executor.zero_grad()
             loss = executor.step(inputs)
             losses.append(None if loss is None else float(loss.detach()))
-        return losses, {key: p.grad for key, p in executor.parameters.items() if p.grad is not None}
+        return losses, {key: p.grad for key, p in executor.parameters.items() if p.grad is not None}, calls
 
     plain = Simulator(2).run(partial(run, compiled=False))
     torch._dynamo.utils.counters.clear()
     found = Simulator(2).run(partial(run, compiled=True))
     assert torch._dynamo.utils.counters["frames"]["ok"] > 0, "nothing was compiled"
-    assert options and all(asked == {"deterministic": True} for asked in options)
-    for (losses, gradients), (known_losses, known) in zip(found, plain, strict=True):
+    assert options and all(asked["deterministic"] for asked in options)
+    if plan in IN_GRAPHS[:2]:
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2, "the stage of each rank is not one graph"
+    for (losses, gradients, calls), (known_losses, known, known_calls) in zip(found, plain, strict=True):
+        if plan in IN_GRAPHS:  # the same calls in the same order, each said to be made at its line of the text
+            assert calls == known_calls and len(calls) > 3
         assert losses == known_losses and gradients.keys() == known.keys()
         for key, gradient in gradients.items():
             # of experts, more than two terms of a gradient meet, which the compiler's backward adds in another order
             torch.testing.assert_close(gradient, known[key], rtol=0, atol=1e-16 if model == "moe" else 0)
+
+
+def test_a_collective_in_a_graph_says_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_by = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda forward, **_: compile_by(forward, backend="aot_eager", dynamic=False))
+    torch.manual_seed(0)
+    made = nnscaler.parallelize(Small(), sample(), ranks=2, plan="tp=2")
+    folder = folder_of(made.sources, None)
+
+    def run(communicator: Communicator) -> None:
+        role = load_role(folder / "role_0.py")
+        settings = ExecutorSettings(precision="float64", shapes=made.manifest.shapes, compiled=True)
+        executor = RankExecutor(role, communicator.rank, communicator, made.state, settings)
+        if communicator.rank == 0:
+            executor.step(sample())
+
+    with pytest.raises(CommunicationError, match=r"role_0\.py:\d+"):
+        Simulator(2).run(run)
+
+
+def test_graphs_end_before_collectives_where_many_gradients_are_summed_in_backward() -> None:
+    torch.manual_seed(0)
+    made = nnscaler.parallelize(Small(), sample(), ranks=4, plan="dp=2,tp=2")
+
+    def numbers(communicator: Communicator) -> set[int | None]:
+        role = load_role(folder_of(made.sources, None) / "role_0.py")
+        settings = ExecutorSettings(shapes=made.manifest.shapes, compiled=True)
+        executor = RankExecutor(role, communicator.rank, communicator, made.state, settings)
+        return {getattr(executor.stages[0], axis).number for axis in ("dp", "tp")}
+
+    few = Simulator(4).run(numbers)
+    assert all(len(each) == 1 and None not in each for each in few) and len(set.union(*few)) == 4
+    with small_buckets():
+        assert Simulator(4).run(numbers) == [{None}] * 4

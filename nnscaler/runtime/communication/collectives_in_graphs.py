@@ -1,0 +1,140 @@
+"""Collectives as operators of torch, which torch.compile takes into its graphs.
+
+Where a graph ends before each collective, nothing before it is fused with what comes after, and a step pays for the way
+into each graph. As operators they are nodes of one graph, and find their communicator by a number. They are effects in
+an order (`torch.library`), forward and backward: none is left out, made twice or moved past another one, and every rank
+makes the calls of its text in the order of its text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from threading import Lock
+from typing import cast
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch._library.effects import EffectType
+
+from nnscaler.runtime.communication.communicator import Communicator, Shape
+
+# By numbers from zero, and not by `id`: what torch keeps of a graph for the next process, it finds by all constants.
+_numbered: WeakValueDictionary[int, Communicator] = WeakValueDictionary()
+_numbering = Lock()
+
+
+def graph_number(communicator: Communicator) -> int:
+    """Return the number under which operators find the communicator, as long as it is there."""
+    with _numbering:  # simulated ranks are threads
+        known = (number for number, other in _numbered.items() if other is communicator)
+        free = (number for number in count() if number not in _numbered)
+        number = next(known, None)
+        number = next(free) if number is None else number
+        _numbered[number] = communicator
+    return number
+
+
+@dataclass(frozen=True, slots=True)
+class CollectivesInGraphs:
+    """The collectives of a communicator, as those of `Communicator`, where torch.compile reads the text.
+
+    number  of the communicator
+    place   in the program, which the calls are recorded at
+    index   of this rank in the groups
+    """
+
+    number: int
+    place: str
+    index: int
+
+    def all_reduce(self, tensor: Tensor, ranks: Sequence[int], reduction: str = "sum") -> Tensor:
+        return cast(Tensor, torch.ops.nnscaler.all_reduce(tensor, self.number, self.place, list(ranks), reduction))
+
+    def all_gather(self, tensor: Tensor, ranks: Sequence[int], shapes: Sequence[Shape] | None = None) -> list[Tensor]:
+        sizes = [] if shapes is None else [size for shape in shapes for size in shape]
+        made = torch.ops.nnscaler.all_gather(tensor, self.number, self.place, list(ranks), sizes)
+        return cast(list[Tensor], made)
+
+    def reduce_scatter(self, pieces: Sequence[Tensor], ranks: Sequence[int]) -> Tensor:
+        made = torch.ops.nnscaler.reduce_scatter(self.index, list(pieces), self.number, self.place, list(ranks))
+        return cast(Tensor, made)
+
+    def all_to_all(
+        self, pieces: Sequence[Tensor], ranks: Sequence[int], shapes: Sequence[Sequence[Shape]] | None = None
+    ) -> list[Tensor]:
+        sizes = [] if shapes is None else [size for row in shapes for shape in row for size in shape]
+        made = torch.ops.nnscaler.all_to_all(self.index, list(pieces), self.number, self.place, list(ranks), sizes)
+        return cast(list[Tensor], made)
+
+
+def _shapes(sizes: list[int], amount: int) -> list[Shape] | None:
+    """Return so many shapes of equal lengths, of which an operator was given the sizes one after another."""
+    dims = len(sizes) // amount
+    return [tuple(sizes[i * dims : (i + 1) * dims]) for i in range(amount)] if sizes else None
+
+
+def _rows_of_shapes(sizes: list[int], ranks: int) -> list[list[Shape]] | None:
+    shapes = _shapes(sizes, ranks * ranks)
+    return None if shapes is None else [shapes[i * ranks : (i + 1) * ranks] for i in range(ranks)]
+
+
+# Each operator, and what it returns of tensors without values. `place`: empty where it is not known.
+
+
+@torch.library.custom_op("nnscaler::all_reduce", mutates_args=())
+def _all_reduce(tensor: Tensor, number: int, place: str, ranks: list[int], reduction: str) -> Tensor:
+    with _numbered[number].at(place or None):
+        return _numbered[number].all_reduce(tensor, ranks, reduction).contiguous()
+
+
+@_all_reduce.register_fake
+def _(tensor: Tensor, *_: object) -> Tensor:
+    return tensor.new_empty(tensor.shape)
+
+
+@torch.library.custom_op("nnscaler::all_gather", mutates_args=())
+def _all_gather(tensor: Tensor, number: int, place: str, ranks: list[int], sizes: list[int]) -> list[Tensor]:
+    with _numbered[number].at(place or None):
+        found = _numbered[number].all_gather(tensor, ranks, _shapes(sizes, len(ranks)))
+    return [piece.contiguous() for piece in found]
+
+
+@_all_gather.register_fake
+def _(tensor: Tensor, _: int, __: str, ranks: list[int], sizes: list[int]) -> list[Tensor]:
+    return [tensor.new_empty(shape) for shape in _shapes(sizes, len(ranks)) or [tuple(tensor.shape)] * len(ranks)]
+
+
+@torch.library.custom_op("nnscaler::reduce_scatter", mutates_args=())
+def _reduce_scatter(index: int, pieces: list[Tensor], number: int, place: str, ranks: list[int]) -> Tensor:
+    assert ranks[index] == _numbered[number].rank
+    with _numbered[number].at(place or None):
+        return _numbered[number].reduce_scatter(pieces, ranks).contiguous()
+
+
+@_reduce_scatter.register_fake
+def _(index: int, pieces: list[Tensor], *_: object) -> Tensor:
+    return pieces[index].new_empty(pieces[index].shape)
+
+
+@torch.library.custom_op("nnscaler::all_to_all", mutates_args=())
+def _all_to_all(
+    index: int, pieces: list[Tensor], number: int, place: str, ranks: list[int], sizes: list[int]
+) -> list[Tensor]:
+    assert ranks[index] == _numbered[number].rank
+    with _numbered[number].at(place or None):
+        found = _numbered[number].all_to_all(pieces, ranks, _rows_of_shapes(sizes, len(ranks)))
+    return [piece.contiguous() for piece in found]
+
+
+@_all_to_all.register_fake
+def _(index: int, pieces: list[Tensor], _: int, __: str, ranks: list[int], sizes: list[int]) -> list[Tensor]:
+    shapes = _rows_of_shapes(sizes, len(ranks))
+    arriving = [pieces[index].shape] * len(ranks) if shapes is None else [row[index] for row in shapes]
+    return [pieces[0].new_empty(shape) for shape in arriving]
+
+
+for _operator in (_all_reduce, _all_gather, _reduce_scatter, _all_to_all):
+    _operator.register_effect(EffectType.ORDERED)
