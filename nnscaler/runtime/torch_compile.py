@@ -27,6 +27,11 @@ def apart(function: Function, *arguments: Any) -> Any:
     return _call_with["apart"](function, *arguments)
 
 
+def unseen(function: Function) -> Function:
+    """Return the function as torch.compile leaves it alone, where something is compiled."""
+    return function if _call_with["apart"] is _call else torch.compiler.disable(function)
+
+
 def compiled(forward: Function, *constant: Function, several: bool) -> Function:
     """Return a compiled forward. `constant`: functions whose results are constants of it.
 
