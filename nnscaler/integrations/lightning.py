@@ -311,6 +311,7 @@ class NnscalerStrategy(DDPStrategy):
         assert module is not None
         weights = _without_prefix(self.engine.state_dict(), module)
         module.load_state_dict({**beside_tensors(module), **(beside or {}), **weights})
+        self.engine.watch_module()
 
     def teardown(self) -> None:
         """Let the engine go."""
