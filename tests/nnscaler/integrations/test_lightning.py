@@ -52,6 +52,7 @@ def test_steps_equal_those_of_ddp_under_each_plan_and_a_checkpoint_goes_on_under
     assert state_distance(*several) <= TOLERANCE
     assert len(several[0]["train"]) == len(several[1]["train"])
     assert state_distance(found["dp=2, whole matrices"], found["ddp, whole matrices"]) <= TOLERANCE
+    assert state_distance(found["dp=2, some parameters"], found["ddp, some parameters"]) <= TOLERANCE
     assert state_distance(found["dp=2, others"], found["ddp, others"]) <= TOLERANCE
     first = found["first half"]
     assert first["train"] == found["dp=2,zero=1"]["train"][:11]
