@@ -92,3 +92,27 @@ def test_a_module_that_was_given_what_the_engine_has_is_watched_anew() -> None:
     module.norm.reset_running_stats()
     with pytest.warns(UserWarning, match="`norm.running_mean` has other values"):
         engine.step({"x": x})
+
+
+class Collects(Model):
+    """Keeps its losses in evaluation mode, as validation steps of Lightning do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = super().forward(x)
+        if not self.training:
+            self.found.append(loss.detach())
+        return loss
+
+
+def test_what_forward_changes_in_evaluation_mode_alone_is_told() -> None:
+    module, x = Collects(), torch.randn(6, 6)
+    engine = Engine(nnscaler.parallelize(module, {"x": x}, ranks=1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.step({"x": x})
+    with pytest.warns(UserWarning, match="forward changes attributes .* values: found: 0 items -> 1 items"):
+        engine.evaluate({"x": x})
