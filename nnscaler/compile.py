@@ -209,8 +209,8 @@ def for_batch(program: Program, batch: Mapping[str, torch.Tensor], *, training: 
             part.training = origin.modes.get(name, part.training)
         if not training:
             origin.module.eval()
-        with warnings.catch_warnings():  # the notes were told when the program was compiled
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings():  # the notes were told when the program was compiled; of evaluation mode not all
+            warnings.filterwarnings("ignore", "" if training else "(?!forward changes attributes)")
             traced = trace(
                 origin.module,
                 kwargs or args,

@@ -201,7 +201,7 @@ def _stored(graph: Graph, stored: Stored, stage: Stage, every: Sequence[StagePro
         if len(stored.copies) > 1:
             holders = dict.fromkeys(every[s].stage.mesh.ranks for s in stored.copies)
             text.append(f"copies={tuple(holders)!r}")
-        if tensor.needs_grad and not graph.consumers[stored.tensor]:
+        if not graph.consumers[stored.tensor]:
             text.append("used=False")
         if tensor.master:
             text.append(f'master="{tensor.master}"')

@@ -170,13 +170,15 @@ class NnscalerStrategy(DDPStrategy):
         return {LOSS: loss, **found[REST]} if found[REST] else loss
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Add the gradients of the last step to those before it."""
+        """Add the gradients of the last step to those before it, for what the optimizer updates: nothing takes back
+        those of others, and Lightning clips without them."""
         module = self.lightning_module
         assert module is not None
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         batches = module.trainer.accumulate_grad_batches
+        updated = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
         for parameter, gradient in self._gradients.items():
-            if gradient is not None:
+            if gradient is not None and id(parameter) in updated:
                 gradient = gradient / batches if batches > 1 else gradient
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         self._gradients = {}
@@ -311,6 +313,7 @@ class NnscalerStrategy(DDPStrategy):
         assert module is not None
         weights = _without_prefix(self.engine.state_dict(), module)
         module.load_state_dict({**beside_tensors(module), **(beside or {}), **weights})
+        self.engine.watch_module()
 
     def teardown(self) -> None:
         """Let the engine go."""

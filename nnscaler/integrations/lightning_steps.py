@@ -56,14 +56,15 @@ class StepModule(nn.Module):
         self.logs = LogOptions()
 
     def forward(self, batch: Any) -> dict[str, Any]:
-        step: Any = getattr(self.module, "training_step" if self.training else "validation_step")
+        module: Any = self.module
+        step = module.training_step if self.training else module.validation_step
         names = list(inspect.signature(step).parameters)
         if "dataloader_iter" in names:
             raise _refused(f"{step.__name__}(dataloader_iter) reads the data itself", "take a batch")
         logged: dict[str, Tensor] = {}
         options = self.logs.by_mode[self.training] = {}
         with self._around(), _recording(self.module, logged, self.logs, options):
-            found = step(*(batch, 0, 0)[: max(1, min(len(names), 3))])
+            found = step(*(batch, _BatchNumber(self.logs), 0)[: max(1, min(len(names), 3))])
         returned: dict[str, Any] = {LOGGED: logged}
         if not self.training:
             return returned if found is None else {**returned, REST: found}
@@ -124,6 +125,32 @@ def _recording(module: nn.Module, logged: dict[str, Tensor], logs: LogOptions, o
             vars(part)["_trainer"] = part._trainer._watched  # type: ignore[union-attr]
         for name in own:
             del vars(module)[name]
+
+
+class _BatchNumber(int):
+    """The number of the batch for which a step is compiled, 0, which tells when the step computes with it."""
+
+    def __new__(cls, logs: LogOptions) -> _BatchNumber:
+        """Make it. `logs`: takes what is to be told."""
+        made = super().__new__(cls)
+        vars(made)["logs"] = logs
+        return made
+
+
+def _telling(name: str) -> Any:
+    def tell(self: _BatchNumber, *others: Any) -> Any:
+        vars(self)["logs"].note(
+            "the step reads batch_idx, which stays 0 in the compiled step; what changes belongs, as a tensor, into "
+            "the batch"
+        )
+        return getattr(int, name)(self, *others)
+
+    return tell
+
+
+_USES = "bool eq ne lt le gt ge hash index format str add radd sub rsub mul rmul mod rmod floordiv truediv divmod pow"
+for _use in _USES.split():
+    setattr(_BatchNumber, f"__{_use}__", _telling(f"__{_use}__"))
 
 
 class _Watched:

@@ -91,11 +91,12 @@ class SplitBackward:
 
     `received`: the leaves that I computes the gradients of; `parameters`: all others. Both get them in `.grad`.
     `reads`: gathers parameters again that forward has gathered; what I gathers, and W reads too, stays until then.
+    `once`: False keeps all saved values until W, as what is compiled needs: torch's checkpoint reads them in each half.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], reads: ParameterReads | None = None) -> None:
+    def __init__(self, parameters: Sequence[Tensor], reads: ParameterReads | None = None, once: bool = True) -> None:
         self._parameters = parameters
-        self._saved = SavedValues(reads, once=True)
+        self._saved = SavedValues(reads, once)
         self._later: list[_Group | _Product] = []
 
     @contextmanager

@@ -39,6 +39,11 @@ def apart(function: Function, *arguments: Any) -> Any:
     return _call_with["apart"](function, *arguments)
 
 
+def unseen(function: Function) -> Function:
+    """Return the function as torch.compile leaves it alone, where something is compiled."""
+    return function if _call_with["apart"] is _call else torch.compiler.disable(function)
+
+
 def place_in_graph() -> str:
     """Return file:line of the rank program that torch.compile reads, "" where that is not known.
 

@@ -134,9 +134,10 @@ class Engine:
         self._has_modes, self._changed = has_modes(program), told_of_changes(program)
         self._running: dict[SizeClass, Running] = {}
         self._family: list[Engine] = [] if share is None else share._family
+        self._run = partial(run_program, communicator=self.communicator, settings=settings, device=self.device)
         for engine in self._family:
             check_alike(engine._current.stages, stages_of_roles(sent(program), settings.cache))
-        running = self._run(sent(program), dict(program.state), [engine._current for engine in self._family])
+        running = self._run(sent(program), dict(program.state), share=[engine._current for engine in self._family])
         running.take({} if share is None else share._astray(running))  # what no program has read so far
         self._current = self._running[self._first_size] = replace(running, strays=frozenset())
         self._program, self._unsaved = valueless(program), unsaved_buffers(program)
@@ -163,7 +164,7 @@ class Engine:
         for engine in self._family:  # programs for other sizes would not see what this one trains: they come again
             engine._current = engine._running[engine._first_size]
             engine._running = {engine._first_size: engine._current}
-            engine._changed = told_of_changes(engine.program)  # what this one trains may be frozen for the other
+            engine.watch_module()  # what this one trains may be frozen for the other
         return Engine(program, self.communicator, self.settings, self)
 
     # -- what a loop calls ----------------------------------------------------------------------------------------
@@ -258,6 +259,10 @@ class Engine:
         """Count no optimizer step after the last batch. Every rank calls it."""
         self.executor.skip()
 
+    def watch_module(self) -> None:
+        """Tell of changes of the compiled module from now on: it was given what the engine has, say."""
+        self._changed = told_of_changes(self.program)
+
     # -- what the rank holds --------------------------------------------------------------------------------------
 
     @property
@@ -318,7 +323,7 @@ class Engine:
     def add_size(self, size: SizeClass, program: SentProgram) -> None:
         """Take a program for batches of another size that was compiled before. Every rank calls it."""
         self._has_modes = self._has_modes or not size.training  # known by this alone where the model is not here
-        self._running[size] = self._run(program, dict(program.constants), [self._current])
+        self._running[size] = self._run(program, dict(program.constants), share=[self._current])
 
     @property
     def _first(self) -> RankExecutor:
@@ -343,9 +348,7 @@ class Engine:
         named = self._named(batch)
         shapes, rows = agreed(named, self.communicator, self._carried, self.data_part, self.context.passes < 2)
         size = self.size = SizeClass(shapes, training or not self._has_modes)
-        running = self._running.get(size)
-        if running is None:
-            running = self._compiled(size, named)
+        running = self._running.get(size) or self._compiled(size, named)
         running.executor.take_buffers(self._buffers)
         if running.strays:
             running.take(self._astray(running))
@@ -383,13 +386,10 @@ class Engine:
     def _compiled(self, size: SizeClass, batch: Mapping[str, Tensor]) -> Running:
         made = compile_size(self.program, size, batch, self.communicator, self.settings.vouch)
         self.compilations.append(described(size))
-        running = self._running[size] = self._run(made, dict(made.constants), [self._current])
+        running = self._running[size] = self._run(made, dict(made.constants), share=[self._current])
         if size.training:
             check_alike(self._running[self._first_size].stages, running.stages)
         return running
-
-    def _run(self, program: SentProgram, state: Mapping[str, Tensor], share: Sequence[Running]) -> Running:
-        return run_program(program, state, self.communicator, self.settings, self.device, share)
 
     def _told(self, running: Running, loss: Tensor | None) -> Tensor:
         """Return the loss on every rank, in float64."""

@@ -268,7 +268,7 @@ _SWITCHES = {
 
 
 def idle(settings: TrainSettings) -> list[str]:
-    """Say which settings do nothing, since another one is not set, or is."""
+    """Say which settings do nothing, or do it now and then, since another one is not set, or is."""
     made, default = ({"": s} | {f.name: getattr(s, f.name) for f in fields(s)} for s in (settings, TrainSettings()))
 
     def value(of: Mapping[str, Any], path: str) -> Any:
@@ -287,6 +287,10 @@ def idle(settings: TrainSettings) -> list[str]:
     shown = ", ".join(f"`precision.{n}`" for n, dtype in given.items() if dtype and dtype != precision.dtype)
     if precision.dtype and shown:
         told.append(f"`precision.dtype` is set, and beside it there is no effect of {shown}")
+    often, validated = settings.checkpoints.every, settings.validation.every
+    if often and validated and often % validated:
+        why = f"`checkpoints.every` = {often} is no multiple of `validation.every` = {validated}"
+        told.append(f"{why}: a checkpoint of a step without a validation is never the best")
     return told
 
 

@@ -190,9 +190,8 @@ class Trainer:
         self.schedule = make_schedule(settings, self.optimizer, self._units())
         chosen = settings.checkpoints
         if chosen.folder:
-            self.checkpoints = Checkpoints(
-                chosen.folder, chosen.every or None, chosen.keep or None, chosen.asynchronous, best=chosen.best
-            )
+            often, keep = chosen.every or None, chosen.keep or None
+            self.checkpoints = Checkpoints(chosen.folder, often, keep, chosen.asynchronous, best=chosen.best)
             self.step = self._load(self.checkpoints)
             if self.step:
                 self._steps = self._count_steps()  # those that were made may have had other sizes
@@ -261,10 +260,13 @@ class Trainer:
                     check_replicas(self.engine, self.optimizer)
                 self._call("on_step")
                 ending, every = self._stopping or self._at_end(), settings.validation.every
-                if every and (self.step % every == 0 or ending):  # a run that goes on has no other validations
+                validates = every and (self.step % every == 0 or ending)  # a run that goes on has no others
+                if validates:
                     self._validate()
-                if self._save(request=ending or self._interrupted):
+                if self._save(request=ending or self._stopping or self._interrupted):
                     saved = self.step
+                elif validates and self.checkpoints is not None:
+                    self.checkpoints.score(math.nan)  # it is that of other parameters than the next one has
                 if self._stopping or self._interrupted:
                     ended = "stopped" if self._stopping else "interrupted"
                     break
@@ -314,15 +316,14 @@ class Trainer:
 
     def _batches(self) -> Iterator[Batch]:
         """Yield batches, epoch after epoch. Raises NnscalerError `data_raised` for what the dataset raises."""
-        empty = False
+        empty = 0  # epochs in a row without a batch
         while self.settings.steps or self.loader.epoch < self.settings.epochs:
-            count = 0
+            empty += 1
             for batch in self._read(self.loader):
-                count += 1
+                empty = 0
                 yield batch
-            if not count and empty:
+            if empty == 2:
                 raise NnscalerError("bad_data", "the training data has no batch")
-            empty = not count
 
     def _read(self, batches: Loader) -> Iterator[Batch]:
         return read_batches(batches, self.settings.data.source)

@@ -25,6 +25,7 @@ from torch.amp import autocast_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nnscaler.runtime.communication.communicator import ProgramError
+from nnscaler.runtime.torch_compile import unseen
 
 # The dtypes of a rank program under the precision that it runs in.
 # `dtypes.float32` in a program is torch.float32 unless its executor was given another precision; "float64" then
@@ -164,7 +165,7 @@ def _install() -> None:
                 (autocast_mode, "_cast", _cast),
             ):
                 real = getattr(owner, name)
-                setattr(owner, name, made(real))
+                setattr(owner, name, unseen(made(real)))  # a region that a graph ends in is entered in Python
                 _open.callback(setattr, owner, name, real)
 
 
@@ -280,7 +281,7 @@ def _was_wanted(region: Any) -> bool:
         return False  # the user's own word
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_name != "decorate_autocast":
-        on_the_way = frame.f_globals.get("__name__", "").startswith(("torch.amp", "torch.cuda", __name__))
+        on_the_way = frame.f_globals.get("__name__", "").startswith(("torch.", __name__))
         frame = frame.f_back if on_the_way else None
     wanted = None if frame is None else _decorated(frame.f_locals.get("func"))
     if wanted is None:

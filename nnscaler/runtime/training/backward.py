@@ -78,7 +78,8 @@ class BackwardPasses:
         reads = self._reads if gathers else None
         if forward not in self._in_halves:
             return _whole(reads)
-        split = SplitBackward([getattr(stage, name) for name in stage.parameters], reads)
+        is_compiled = "forward" in vars(stage)
+        split = SplitBackward([getattr(stage, name) for name in stage.parameters], reads, once=not is_compiled)
         self._split[forward] = split
         return split.recording()
 

@@ -204,7 +204,7 @@ def adopted(stages: Iterable[Stage], held: dict[Key, Held], given: Mapping[Key, 
             mine, theirs = held[key], given.get(key)
             if theirs is None or not theirs.trained or mine.rest.shape == theirs.rest.shape:
                 continue
-            if not theirs.description.used:  # it is another tensor, which nothing changes
+            if not (own.used and theirs.description.used):  # it is another tensor, which nothing changes or reads
                 continue
             description = replace(own, rest=theirs.description.rest, reduce=(), scatter="step")
             rest = torch.nn.Parameter(theirs.rest.detach(), requires_grad=False)

@@ -15,38 +15,47 @@ from nnscaler.codegen.program import Program
 
 def told_of_changes(program: Program) -> Callable[[], str]:
     """Return what says how the user's module has changed since in what no program follows: modes and hooks, numbers and
-    texts that forward reads, which parameters are trained, and their values; "" where it has not."""
+    texts that forward reads, which parameters are trained, and values of tensors; "" where it has not."""
     if program.origin is None:
         return str
+    modules = list(program.origin.module.named_modules())
+    names = _read_by_forward(frozenset(type(part) for _, part in modules))
     read: dict[type, tuple[str, ...]] = {}
-    for part in program.origin.module.modules():
-        kind: type = type(part)
-        read[kind] = tuple(name for name in _read_by_forward(kind) if isinstance(vars(part).get(name), _PLAIN))
+    for _, part in modules:
+        read[type(part)] = tuple(name for name in names if isinstance(_attribute(part, name), _PLAIN))
 
-    def state(part: nn.Module) -> tuple[tuple[Any, ...], list[tuple[Any, ...]]]:  # without names: every step asks
+    def state(part: nn.Module) -> tuple[tuple[Any, ...], ...]:  # without names: every step asks
         own, kind = vars(part), type(part)
-        kept = (kind, part.training, *[len(own.get(n, ())) for n in _HOOKS], *map(own.get, read.get(kind, ())))
+        hooks = [len(own.get(name, ())) for name in _HOOKS]
+        kept = (kind, part.training, *hooks, *[_attribute(part, name) for name in read.get(kind, ())])
         parameters = [p for p in part._parameters.values() if p is not None]
-        return kept, [(p.requires_grad, len(p._backward_hooks or ()), version_of(p)) for p in parameters]
+        held = [b for b in part._buffers.values() if b is not None]  # one may be replaced
+        of_parameters = tuple((p.requires_grad, len(p._backward_hooks or ()), version_of(p)) for p in parameters)
+        return kept, of_parameters, tuple((id(buffer), version_of(buffer)) for buffer in held)
 
     # of each module that is there now: to walk through all of them takes three times as long as to look at them
-    known = [(name, weakref.ref(part), state(part)) for name, part in program.origin.module.named_modules()]
+    known = [(name, weakref.ref(part), state(part)) for name, part in modules]
 
     def told() -> str:
         for name, ref, before in known:
             part = ref()
             found = before if part is None else state(part)
-            if part is None or found == before or len(found[1]) != len(before[1]):
+            if part is None or found == before or [*map(len, found[1:])] != [*map(len, before[1:])]:
                 continue
-            kinds = ("class", "training", *_HOOKS, *read.get(type(part), ()))
-            rows: list[tuple[str, Sequence[str], Sequence[Any], Sequence[Any]]] = [(name, kinds, before[0], found[0])]
-            owned = [f"{name}.{own}".lstrip(".") for own, p in part._parameters.items() if p is not None]
-            of_parameter = ("requires_grad", "_backward_hooks", _VALUES)
-            rows += [(n, of_parameter, old, new) for n, old, new in zip(owned, before[1], found[1], strict=True)]
+            rows = [(name, ("class", "training", *_HOOKS, *read.get(type(part), ())), before[0], found[0])]
+            for place, own, kinds in ((1, part._parameters, _OF_PARAMETER), (2, part._buffers, (_VALUES, _VALUES))):
+                owned = [f"{name}.{key}".lstrip(".") for key, tensor in own.items() if tensor is not None]
+                rows += [(n, kinds, old, new) for n, old, new in zip(owned, before[place], found[place], strict=True)]
             return _told(*next(row for row in rows if row[2] != row[3]))
         return ""
 
     return told
+
+
+def _attribute(part: nn.Module, name: str) -> Any:
+    """Return an attribute of the module or of its class, which may be read without running code; None without one."""
+    own = vars(part)
+    return own[name] if name in own else getattr(type(part), name, None)
 
 
 def _told(name: str, kinds: Sequence[str], before: Sequence[Any], now: Sequence[Any]) -> str:
@@ -70,23 +79,29 @@ _AS_COMPILED = (
     "as it is then from its weights; to freeze parameters, `engine.parameters[name].requires_grad_(False)`"
 )
 _VALUES = "values"
+_OF_PARAMETER = ("requires_grad", "_backward_hooks", _VALUES)
 _OWN_VALUES = "the engine goes on with its own, which `nnscaler.load_weights` and `Checkpoints.load` set"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PLAIN = (bool, int, float, str)
 
 
+_MACHINERY = ("torch.nn.modules.module", "lightning.", "pytorch_lightning.")  # it changes attributes of its own
+
+
 @cache
-def _read_by_forward(kind: type) -> tuple[str, ...]:
-    """Return the names of attributes that may be read in forward, and in methods that it calls."""
+def _read_by_forward(kinds: frozenset[type]) -> tuple[str, ...]:
+    """Return the names of attributes that may be read in forward, and in methods that it calls, of modules of these
+    classes, which call each other's."""
     names: dict[str, None] = {}
     waiting = ["forward"]
     while waiting:
-        method = getattr(kind, waiting.pop(), None)
-        code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
-        inside = [code] if inspect.iscode(code) else []
+        name = waiting.pop()
+        methods = (inspect.unwrap(m) for kind in kinds if callable(m := getattr(kind, name, None)))
+        followed = (m for m in methods if not str(getattr(m, "__module__", "")).startswith(_MACHINERY))
+        inside = [code for m in followed if inspect.iscode(code := getattr(m, "__code__", None))]
         for one in inside:
             inside += [constant for constant in one.co_consts if inspect.iscode(constant)]
-            new = [name for name in one.co_names if name not in names and name != "training"]
+            new = sorted({name for name in one.co_names if name not in names and name != "training"})
             names.update(dict.fromkeys(new))
             waiting += new
     return tuple(names)

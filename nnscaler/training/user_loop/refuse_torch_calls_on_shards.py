@@ -54,6 +54,8 @@ class Trains(Protocol):
     def executor(self) -> RankExecutor: ...
     @property
     def manifest(self) -> Manifest: ...
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]: ...
     def stored(self) -> list[StoredTensor]: ...
 
 
@@ -209,7 +211,8 @@ def _made_equal(module: nn.Module) -> None:
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    """Look at an optimizer before its first step, and again when it has more groups or there is another engine."""
+    """Look at an optimizer before its first step, and again when it has more groups or there is another engine; each
+    time where it has tensors of before."""
     now = len(optimizer.param_groups), len(_engines)
     if _passed.get(optimizer) == now:
         return
@@ -225,7 +228,22 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     given = [p for group in optimizer.param_groups for p in group["params"]]
     if not any(tensor.grad is not None for tensor in given):
         _refuse_untrained(given, f"{type(optimizer).__name__}.step", _OWN)
-    _passed[optimizer] = now
+    if not _left_behind(optimizer, [held[id(p)] for p in given if id(p) in held]):
+        _passed[optimizer] = now
+
+
+def _left_behind(optimizer: Optimizer, given: Iterable[_Trained]) -> bool:
+    """Return whether the optimizer has tensors that no program reads any more, since `engine.another` started one that
+    reads them as they lie there. Raises NnscalerError("not_trained") where there is a gradient that it misses."""
+    now = {engine: engine.parameters for engine in {one.engine: None for one in given}}
+    without = [one for one in given if one.tensor.grad is None]
+    behind = [one for one in without if now[one.engine].get(one.name, one.tensor) is not one.tensor]
+    missed = next((one.name for one in behind if now[one.engine][one.name].grad is not None), None)
+    if missed is not None:
+        message = f"{type(optimizer).__name__} was made before `engine.another`, and `{missed}` lies otherwise since"
+        help = "make it after: engine.optimizer(...) has the tensors of all programs that there are"
+        raise NnscalerError("not_trained", message, help=help)
+    return bool(behind)
 
 
 def _refuse_untrained(given: Sequence[Tensor], what: str, help: str, stale: bool = False) -> None:

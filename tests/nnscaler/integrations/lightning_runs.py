@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from nnscaler.integrations.lightning import NnscalerStrategy
 
 
 class Classifier(lightning.LightningModule):
-    def __init__(self, optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW) -> None:
+    def __init__(self, optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW) -> None:
         super().__init__()
         self.optimizer = optimizer
         self.rate = 1e-2
@@ -50,10 +51,15 @@ class Classifier(lightning.LightningModule):
             {"params": [p for p in self.parameters() if p.dim() > 1], "weight_decay": 0.1},
             {"params": [p for p in self.parameters() if p.dim() == 1], "weight_decay": 0.0},
         ]
-        optimizer = self.optimizer(groups, lr=self.rate)  # type: ignore[call-arg]
+        optimizer = self.optimizer(groups, lr=self.rate)
         return [optimizer], [
             {"scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40), "interval": "step"}
         ]
+
+
+def of_matrices(groups: Any, lr: float) -> torch.optim.Optimizer:
+    """Return one that updates some of the parameters; the gradients of others count in no norm."""
+    return torch.optim.SGD(groups[:1], lr=50 * lr)
 
 
 class Losses(Callback):
@@ -141,7 +147,7 @@ def run(
     accumulate: int = 1,
     folder: Path | None = None,
     resume: Any = None,
-    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
 ) -> dict[str, Any]:
     """Train from one beginning. `batch`: of a data part."""
     lightning.seed_everything(1, verbose=False)
@@ -193,6 +199,8 @@ def main(out: Path) -> None:
         "dp=2, 3 batches a step": run(NnscalerStrategy("dp=2,zero=2"), 4, 7, 3),
         "ddp, whole matrices": run("ddp", 4, optimizer=torch.optim.Adafactor),
         "dp=2, whole matrices": run(NnscalerStrategy("dp=2,zero=1,owned=1"), 4, optimizer=torch.optim.Adafactor),
+        "ddp, some parameters": run("ddp", 4, optimizer=of_matrices),
+        "dp=2, some parameters": run(NnscalerStrategy("dp=2,zero=1"), 4, optimizer=of_matrices),
         "first half": run(NnscalerStrategy("dp=2,zero=1"), 4, 11, folder=out / "first"),
         "second half": run(NnscalerStrategy("dp=2,zero=1"), 4, 20, resume=out / "first" / "last.ckpt"),
         "ddp, others": run_other("ddp", out / "ddp"),

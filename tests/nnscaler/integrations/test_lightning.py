@@ -52,6 +52,7 @@ def test_steps_equal_those_of_ddp_under_each_plan_and_a_checkpoint_goes_on_under
     assert state_distance(*several) <= TOLERANCE
     assert len(several[0]["train"]) == len(several[1]["train"])
     assert state_distance(found["dp=2, whole matrices"], found["ddp, whole matrices"]) <= TOLERANCE
+    assert state_distance(found["dp=2, some parameters"], found["ddp, some parameters"]) <= TOLERANCE
     assert state_distance(found["dp=2, others"], found["ddp, others"]) <= TOLERANCE
     first = found["first half"]
     assert first["train"] == found["dp=2,zero=1"]["train"][:11]
@@ -114,6 +115,11 @@ class ReadsEpoch(Module):
         return super().training_step(batch) * (self.current_epoch + 1)
 
 
+class Alternates(Module):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:  # type: ignore[override]
+        return super().training_step(batch if batch_idx % 2 else -batch)
+
+
 class Unfreezes(BaseFinetuning):
     def freeze_before_training(self, pl_module: Any) -> None:
         self.freeze(pl_module.layer)
@@ -161,12 +167,14 @@ def test_a_step_without_a_loss_and_a_logged_object_are_refused_and_a_logged_numb
     assert made.logs.by_mode[True] == {"rows": {"value": 2, "prog_bar": True}}
 
 
-def test_a_count_that_a_step_reads_is_told() -> None:
-    module = ReadsEpoch()
+@pytest.mark.parametrize(
+    ("module", "said"), [(ReadsEpoch(), "reads current_epoch, which stays 0"), (Alternates(), "reads batch_idx, which")]
+)
+def test_a_count_that_a_step_reads_is_told(module: Module, said: str) -> None:
     module.trainer = trainer = lightning.Trainer(accelerator="cpu", logger=False)
     steps = StepModule(module, trainer.precision_plugin.forward_context)
     steps(torch.ones(2, 3))
-    with pytest.warns(UserWarning, match="the step reads current_epoch, which stays 0"):
+    with pytest.warns(UserWarning, match=f"the step {said}"):
         steps.logs.tell()
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # it was told, and is not again

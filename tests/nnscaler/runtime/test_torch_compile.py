@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import nnscaler
 from nnscaler.model_file import import_user_file
@@ -17,6 +19,8 @@ from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.program.load_python import load_role
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.executor_settings import ExecutorSettings
+from nnscaler.training.engine import Engine
+from nnscaler.training.program_runner import EngineSettings
 from nnscaler.training.recompilation import folder_of
 from tests.sampling import only
 from tests.timings import Small, sample, small_buckets
@@ -43,11 +47,9 @@ def plans() -> list[object]:
     return only((0, 1), rows)
 
 
-@pytest.mark.parametrize(("model", "plan", "schedule"), plans())
-def test_compiled_stages_compute_the_same(
-    model: str, plan: str, schedule: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # without inductor, whose kernels may round otherwise, and which takes long
+@pytest.fixture(name="options")
+def _options_without_kernels(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any] | None]:
+    """Compile without inductor, whose kernels may round otherwise, and which takes long; return what it is asked."""
     compile_by, options = torch.compile, []
 
     def without_kernels(forward: Any, **asked: Any) -> Any:
@@ -55,6 +57,13 @@ def test_compiled_stages_compute_the_same(
         return compile_by(forward, backend="aot_eager", **asked)
 
     monkeypatch.setattr(torch, "compile", without_kernels)
+    return options
+
+
+@pytest.mark.parametrize(("model", "plan", "schedule"), plans())
+def test_compiled_stages_compute_the_same(
+    model: str, plan: str, schedule: str | None, options: list[dict[str, Any] | None]
+) -> None:
     torch.manual_seed(0)
     if model == "small":
         module, inputs = Small(), sample()
@@ -81,7 +90,7 @@ def test_compiled_stages_compute_the_same(
     torch._dynamo.utils.counters.clear()
     found = Simulator(2).run(partial(run, compiled=True))
     assert torch._dynamo.utils.counters["frames"]["ok"] > 0, "nothing was compiled"
-    assert options and all(asked["deterministic"] for asked in options)
+    assert options and all(asked is not None and asked["deterministic"] for asked in options)
     if plan in IN_GRAPHS[:2]:
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2, "the stage of each rank is not one graph"
     for (losses, gradients, calls), (known_losses, known, known_calls) in zip(found, plain, strict=True):
@@ -93,9 +102,8 @@ def test_compiled_stages_compute_the_same(
             torch.testing.assert_close(gradient, known[key], rtol=0, atol=1e-16 if model == "moe" else 0)
 
 
-def test_a_collective_in_a_graph_says_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    compile_by = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda forward, **_: compile_by(forward, backend="aot_eager", dynamic=False))
+@pytest.mark.usefixtures("options")
+def test_a_collective_in_a_graph_says_its_line() -> None:
     torch.manual_seed(0)
     made = nnscaler.parallelize(Small(), sample(), ranks=2, plan="tp=2")
     folder = folder_of(made.sources, None)
@@ -107,8 +115,10 @@ def test_a_collective_in_a_graph_says_its_line(monkeypatch: pytest.MonkeyPatch) 
         if communicator.rank == 0:
             executor.step(sample())
 
-    with pytest.raises(CommunicationError, match=r"role_0\.py:\d+"):
+    with pytest.raises(CommunicationError) as raised:
         Simulator(2).run(run)
+    found = re.search(r"role_0\.py:(\d+)", str(raised.value))
+    assert found and " comm." in (folder / "role_0.py").read_text().splitlines()[int(found[1]) - 1]
 
 
 def test_graphs_end_before_collectives_where_many_gradients_are_summed_in_backward() -> None:
@@ -125,3 +135,43 @@ def test_graphs_end_before_collectives_where_many_gradients_are_summed_in_backwa
     assert all(len(each) == 1 and None not in each for each in few) and len(set.union(*few)) == 4
     with small_buckets():
         assert Simulator(4).run(numbers) == [{None}] * 4
+
+
+class Noisy(nn.Module):
+    """Draws random numbers, which ends a graph of torch.compile, inside of a region with autocast or recomputation."""
+
+    def __init__(self, region: str) -> None:
+        super().__init__()
+        self.region, self.layers = region, nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if self.region == "autocast":
+                with torch.autocast("cpu", torch.bfloat16):
+                    x = self.part(layer, x)
+            else:
+                x = checkpoint(self.part, layer, x, use_reentrant=False)
+        return x.float().square().mean()
+
+    def part(self, layer: nn.Module, x: Tensor) -> Tensor:
+        return x + nn.functional.dropout(layer(x.sin()).tanh(), 0.2)
+
+
+@pytest.mark.parametrize(
+    ("region", "plan", "schedule", "ranks"), [("autocast", "dp=1", None, 1), ("checkpoint", "pp=2", "zb-h1", 2)]
+)
+@pytest.mark.usefixtures("options")
+def test_a_region_may_have_random_numbers_inside(region: str, plan: str, schedule: str | None, ranks: int) -> None:
+    torch.manual_seed(0)
+    inputs = {"x": torch.randn(8, 4)}
+    made = nnscaler.parallelize(Noisy(region), inputs, ranks=ranks, plan=plan, schedule=schedule, micro_batches=ranks)
+
+    def run(communicator: Communicator, compiled: bool) -> Result:
+        engine = Engine(made, communicator, EngineSettings(compiled=compiled))
+        loss = float(engine.step(inputs))
+        return [loss], {name: p.grad for name, p in engine.parameters.items() if p.grad is not None}, []
+
+    plain, found = (Simulator(ranks).run(partial(run, compiled=compiled)) for compiled in (False, True))
+    for (losses, gradients, _), (known_losses, known, _) in zip(found, plain, strict=True):
+        assert losses == known_losses and gradients.keys() == known.keys()
+        assert all(torch.equal(gradient, known[name]) for name, gradient in gradients.items())

@@ -185,6 +185,20 @@ def test_a_score_that_is_no_number_is_not_the_best(tmp_path: Path) -> None:
     assert Checkpoints(tmp_path).steps() == [1, 2, 3, 4]
 
 
+def test_a_score_is_that_of_the_checkpoints_own_step(tmp_path: Path) -> None:
+    """The best validation is that of step 2, which is not saved."""
+    losses = iter([1.0, 3.0, 2.0])
+
+    def score(trainer: Trainer) -> None:
+        assert trainer.checkpoints is not None
+        trainer.checkpoints.score(next(losses))
+
+    more = {"hooks": {"on_validation": [score]}, "validation": {"every": 2}}
+    fit((rows_of(10), rows_of(4)), steps=6, checkpoints={"folder": str(tmp_path), "every": 3, "keep": 0}, **more)
+    assert Checkpoints(tmp_path).steps() == [3, 6]
+    assert (tmp_path / "best").readlink() == Path("step_000006")
+
+
 def test_a_run_that_is_asked_to_stop_ends_after_the_step_and_saves(tmp_path: Path) -> None:
     def ask(trainer: Trainer) -> None:
         if trainer.step == 2:

@@ -117,6 +117,10 @@ IDLE: list[tuple[dict[str, Any], str]] = [
     ({"checkpoints": {"every": 2, "keep": 1}}, "`checkpoints.folder` .* of `checkpoints.every`, `checkpoints.keep`"),
     ({"profiler": {"last": 3}}, "`profiler.first` is not set"),
     ({"weights_prefix": "model."}, "`weights` is not set"),
+    (
+        {"checkpoints": {"folder": "runs", "every": 3}, "validation": {"every": 2}},
+        "`checkpoints.every` = 3 is no multiple of `validation.every` = 2",
+    ),
     ({"precision": {"dtype": "float64", "param": "bfloat16"}}, "`precision.dtype` is set.* no effect of .*param`"),
 ]
 

@@ -210,6 +210,7 @@ class Some(nn.Module):
     [
         ("dp=1", 1, [((0, 1), {1}), ((1, 2), set()), ((1, 0), set())]),  # of the first one 1 is frozen
         ("dp=2,zero=2", 2, [((0, 1), set()), ((1, 2), {0, 1}), ((0, 2), set())]),
+        ("dp=2,zero=3", 2, [((0, 1), {2}), ((1, 2), {0}), ((0, 2), {1})]),  # one does not read what it freezes
     ],
 )
 def test_three_programs_train_one_tensor(
@@ -250,6 +251,25 @@ def test_three_programs_train_one_tensor(
         assert losses == pytest.approx(expected, rel=1e-11)
         for name, wanted in plain.state_dict().items():
             torch.testing.assert_close(state[f"layers.{name}"], wanted)
+
+
+def test_an_optimizer_of_before_that_misses_gradients_is_told() -> None:
+    """It has a tensor that its program does not read; the other one reads it, and it lies otherwise there."""
+    layers, x = nn.ModuleList(nn.Linear(6, 6) for _ in range(2)), torch.randn(4, 6)
+    made = [nnscaler.parallelize(Some(layers, read), (x,), ranks=2, plan="dp=2,zero=1") for read in ((0,), (0, 1))]
+
+    def work(communicator: Communicator) -> None:
+        first = Engine(made[0], communicator, EngineSettings(device="cpu"))
+        optimizer = first.optimizer(torch.optim.SGD, lr=0.1)
+        engines = (first, first.another(made[1]))
+        first.step((x[communicator.rank :: 2],))
+        optimizer.step()  # of what only the other one reads there is no gradient
+        engines[1].step((x[communicator.rank :: 2],))
+        with pytest.raises(NnscalerError, match=r"SGD was made before `engine.another`, and `layers.1.weight`"):
+            optimizer.step()
+        first.optimizer(torch.optim.SGD, lr=0.1).step()
+
+    Simulator(2).run(work)
 
 
 def test_owners_that_a_frozen_parameter_moves_are_refused() -> None:

@@ -85,10 +85,9 @@ def _declared(reading: Reading, stored: StoredText, tensor: LogicalTensor, graph
         cause = f"over {sharded[0]} each rank has the gradient of another shard" if sharded else None
         found.append(Mistake("gradient_reduced_wrongly", message, cause, tensor.name))
     in_use = bool(graph.consumers[tensor.name])
-    if tensor.needs_grad and stored.used != in_use:
-        word = (
-            "uses it: its gradient would stay None" if in_use else "does not use it: it would get a gradient of zeros"
-        )
+    if stored.used != in_use and (tensor.needs_grad or in_use):
+        lost = "its gradient would stay None" if tensor.needs_grad else "what another program trains would not come"
+        word = f"uses it: {lost}" if in_use else "does not use it: it would get a gradient of zeros"
         message = f"`{stored.fqn}` is declared used={stored.used}, and the model {word}"
         cause = "a missing gradient is None, and not zeros: optimizers treat them differently"
         found.append(Mistake("gradient_reduced_wrongly", message, cause, tensor.name))
