@@ -17,7 +17,7 @@ from verify.programs.execution.record_rank_steps import Entry, RankResult
 
 @dataclass(frozen=True)
 class Holding:
-    """A stored tensor of one stage. `copies` are the ranks of every stage that holds it (tied parameters)."""
+    """A stored tensor of one stage."""
 
     name: str
     stage: int
@@ -28,7 +28,6 @@ class Holding:
     ranks: tuple[int, ...]
     trainable: bool
     reduce: tuple[str, ...] = ()
-    copies: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,6 @@ def holdings_of(modules: Iterable[ModuleType]) -> tuple[dict[tuple[int, str], Ho
 
 def _holding(stage: type[Stage], attribute: str, declared: Parameter | Buffer, trainable: bool) -> Holding:
     reduce = declared.summed if isinstance(declared, Parameter) else ()
-    copies = declared.copies if isinstance(declared, Parameter) else ()
     return Holding(
         declared.fqn,
         stage.index,
@@ -77,7 +75,6 @@ def _holding(stage: type[Stage], attribute: str, declared: Parameter | Buffer, t
         tuple(stage.ranks),
         trainable,
         tuple(reduce),
-        tuple(tuple(ranks) for ranks in copies),
     )
 
 

@@ -28,9 +28,6 @@ class Wrong:
     result    name of the result
     variable  the variable that is compared
     unequal   the difference
-    pieces    (rank, micro-batch) -> what that rank has of the variable
-    expected  the logical tensor, `[*global shape]`
-    scale     magnitude relative to which the comparison is made
     read      the operand whose gradient is wrong; empty where a value is
     """
 
@@ -38,9 +35,6 @@ class Wrong:
     result: str
     variable: Variable
     unequal: VariableDifference
-    pieces: Pieces
-    expected: Tensor
-    scale: float
     read: str = ""
 
     @property
@@ -84,7 +78,7 @@ def wrong_values(teacher: Teacher, statement: Statement, executions: Mapping[At,
         scale = _scale(teacher, statement)
         unequal = compare_variable(variable, pieces, expected, BOUND, is_gradient=False, scale=scale)
         if unequal is not None:
-            yield Wrong(statement, name, variable, unequal, pieces, expected, scale)
+            yield Wrong(statement, name, variable, unequal)
 
 
 def _scale(teacher: Teacher, statement: Statement) -> float:
@@ -124,14 +118,14 @@ def wrong_gradients(
         if len(pieces) < len(got):
             if not largest(expected) > 0:
                 continue
-            yield Wrong(statement, result, variable, _cut_off(got), pieces, expected, scale, read)
+            yield Wrong(statement, result, variable, _cut_off(got), read)
             continue
         unequal, axes = _compare_gradient(statement, variable, read, pieces, expected, scale)
         if axes is not None:
             key = (statement.stage, read.removeprefix("self."))
             summed[key] = summed.get(key, frozenset()) | axes
         if unequal is not None:
-            yield Wrong(statement, result, variable, unequal, pieces, expected, scale, read)
+            yield Wrong(statement, result, variable, unequal, read)
 
 
 def _cut_off(got: Mapping[At, Tensor | None]) -> VariableDifference:
