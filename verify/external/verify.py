@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from op_registry.call import dtype_name
 from op_registry.spec import SourceLocation
 
 from nnscaler.errors import few
@@ -148,7 +149,7 @@ def _without_float64(run: Run, dtypes: list[str], outcomes: list[Outcome]) -> tu
     if all(outcome.ran is None for outcome in others):
         return dtypes, outcomes
     first = raised[0].findings[0].message.splitlines()[0]
-    names = [_word(outcome.dtype) for outcome in others]
+    names = [dtype_name(outcome.dtype) for outcome in others]
     note = f"in float64 the program raises ({first}); it was verified in {' and '.join(names)} alone"
     return names, [replace(others[0], notes=(note, *others[0].notes)), *others[1:]]
 
@@ -218,8 +219,8 @@ def verify_in(
     narrow = narrowest(ran, dtype) if dtype != torch.float64 else dtype
     if narrow != dtype:
         notes.append(
-            f"the program computes or communicates in {_word(narrow)} when the model is in {_word(dtype)}: "
-            f"it is compared up to the rounding of {_word(narrow)}"
+            f"the program computes or communicates in {dtype_name(narrow)} when the model is in {dtype_name(dtype)}: "
+            f"it is compared up to the rounding of {dtype_name(narrow)}"
         )
     run, compared = case.judge(ran.results, narrow)
     checks = tuple(result.check(case.level) for result in compared if result.name != "gradient norm" or result.count)
@@ -251,13 +252,9 @@ def narrowest(ran: RankRun[RankRecord], dtype: torch.dtype) -> torch.dtype:
     return max(floating, key=lambda d: torch.finfo(d).eps, default=dtype)
 
 
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def failed(program: ExternalProgram, dtype: torch.dtype, failure: RanksFailed) -> Outcome:
     """Return the outcome of a run that did not end."""
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     verdict = Verdict.INCONCLUSIVE if failure.code == "timed_out" else Verdict.REFUTED
     example = {"dtype": name} | ({} if failure.rank is None else {"rank": str(failure.rank)})
     example |= {f"rank {rank}": text for rank, text in failure.by_rank.items()}

@@ -50,9 +50,10 @@ from verify.evidence.dimension_types.states import (
     product,
     substituted,
 )
-from verify.evidence.dimension_types.symbolic_call import SymbolicCall, make_symbolic, quiet
+from verify.evidence.dimension_types.symbolic_call import SymbolicCall, make_symbolic
 from verify.evidence.dimension_types.trace import Trace, record, simplified
 from verify.evidence.inputs.concrete_call import ConcreteCall, function_of
+from verify.evidence.operator_trace import quiet
 from verify.results.verdict import Condition
 
 SECONDS = 3.0  # of processor time, for one call

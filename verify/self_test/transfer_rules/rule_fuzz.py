@@ -17,11 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from op_registry.call import map_leaves
+
 from verify.evidence.dimension_types.rules import conclude
 from verify.evidence.dimension_types.rules.call_with_states import Operand, RuleCall
 from verify.evidence.dimension_types.states import PartialMax, PartialSum, Same, Shard, State, Symbols, Unknown, checked
 from verify.evidence.dimension_types.trace import written
-from verify.evidence.operator_trace import arguments_of, flat
+from verify.evidence.inputs.concrete_call import flat
+from verify.evidence.operator_trace import arguments_of
 from verify.self_test.transfer_rules.calls import DrawnCall, Values, draw_split, draw_states, operands_of
 from verify.self_test.transfer_rules.tensors_in_states import (
     KINDS,
@@ -169,11 +172,10 @@ def with_states(call: DrawnCall, states: Sequence[State], split: Symbols) -> Rul
     def convert(value: Any) -> Any:
         if isinstance(value, Operand):
             return value.with_state(next(given))
-        if isinstance(value, list | tuple):
-            return tuple(map(convert, value))
         return value
 
-    return RuleCall(call.overload, {n: convert(v) for n, v in call.arguments.items()}, call.outputs, split)
+    arguments = {n: map_leaves(v, convert, tuple) for n, v in call.arguments.items()}
+    return RuleCall(call.overload, arguments, call.outputs, split)
 
 
 def _compare(
@@ -268,13 +270,11 @@ def _run(overload: Any, noted: Mapping[str, Any], tensors: Sequence[Tensor], siz
     def convert(value: Any) -> Any:
         if isinstance(value, _Tensor):
             return tensors[value.number].clone()
-        if isinstance(value, list | tuple):
-            return [convert(item) for item in value]
         return evaluate(value, sizes)
 
     args, kwargs = [], {}
     for parameter in overload._schema.arguments:
-        value = convert(noted[parameter.name])
+        value = map_leaves(noted[parameter.name], convert, list)
         if parameter.kwarg_only:
             kwargs[parameter.name] = value
         else:
