@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from op_registry.call import dtype_name
-from op_registry.spec import SourceLocation
 
 from nnscaler.errors import few
 from verify.external.communication_and_memory_profile import communication_profile, memory, notes_of
@@ -262,15 +261,10 @@ def failed(program: ExternalProgram, dtype: torch.dtype, failure: RanksFailed) -
     if code == "rank_raises" and asks_for_gpu(message):
         verdict, code, help = Verdict.INCONCLUSIVE, "nothing_checked", WITHOUT_GPU
         message = f"the program asks for a GPU, and there is none here: {message}"
-    finding = Finding(code, message, _place(failure) or program.where, example, help=help)
+    finding = Finding(code, message, failure.where or program.where, example, help=help)
     refuted = int(verdict is Verdict.REFUTED)
     check = Check("ranks run to their end", verdict, refuted, refuted)
     return Outcome(dtype, (check,), (finding,), ())
-
-
-def _place(failure: RanksFailed) -> SourceLocation | None:
-    file, _, line = (failure.place or "").rpartition(":")
-    return SourceLocation(file, int(line), "") if file and line.isdigit() else None
 
 
 def _notes(records: Sequence[RankRecord]) -> tuple[str, ...]:
