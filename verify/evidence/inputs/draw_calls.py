@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any, Literal
 
 import torch
@@ -232,10 +233,7 @@ def _dim_size(dim: Dim, sizes: Mapping[str, int]) -> int:
     if isinstance(dim, Concat):
         return sum(sizes[part.name] for part in dim.parts)
     assert isinstance(dim, Group)
-    size = 1
-    for factor in dim.factors:
-        size *= factor.size if isinstance(factor, Integer) else sizes[factor.name]
-    return size
+    return prod(factor.size if isinstance(factor, Integer) else sizes[factor.name] for factor in dim.factors)
 
 
 def _parameters(spec: OperatorSpec, inputs: int) -> list[inspect.Parameter]:

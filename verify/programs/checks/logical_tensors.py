@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from types import ModuleType
 
 from torch import Tensor
@@ -125,9 +126,7 @@ def put_together(holding: Holding, entries: Mapping[int, Sequence[Entry]]) -> St
         )
         for found in assembled.differences
     )
-    shards = 1
-    for axis in holding.states:
-        shards *= holding.axes.get(axis, 1)
+    shards = prod(holding.axes.get(axis, 1) for axis in holding.states)
     return StageTensor(holding, assembled.value, unequal, len(pieces) - shards, pieces=pieces)
 
 
