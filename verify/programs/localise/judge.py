@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-import torch
 from torch import Tensor
 
 from nnscaler.ir.graph import Operation
@@ -14,7 +13,7 @@ from nnscaler.layout import Partial, Replicated, Sharded, State
 from verify.programs.execution.compare_variables import Pieces, Variable, VariableDifference, compare_variable
 from verify.programs.localise.instrument_statements import Statement
 from verify.programs.localise.teacher_forcing import At, Execution, Teacher, results_of
-from verify.results.tolerance import family_scale, largest
+from verify.results.tolerance import family_scale, largest, largest_finite
 
 BOUND = 1e-8
 CLOSE = 1e-9  # of a repair: what one statement makes of right operands is rounded a few times only
@@ -90,7 +89,7 @@ def _scale(teacher: Teacher, statement: Statement) -> float:
         value = None if name is None else teacher.logical.values.get(name)
         if value is None or not value.is_floating_point() or not value.numel():
             continue
-        size = largest(torch.where(torch.isfinite(value), value, torch.zeros_like(value)))
+        size = largest_finite(value)
         variable = teacher.variables.get((statement.stage, read))
         partial = variable is not None and any(isinstance(s, Partial) for s in variable.states.values())
         found = max(found, size if partial else ROUNDING * size)
