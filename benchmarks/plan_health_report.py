@@ -12,9 +12,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from verify.external.transformers.build_program import versions
+import torch
+import transformers
 
 RAISES = "from_pretrained raises"  # of a row that is confirmed in another way
+VERSIONS = {"transformers": transformers.__version__, "torch": torch.__version__}
 STATUSES = ("equal", "wrong", "crashes", "undecided", "timed out", "not built", "no plan")
 
 
@@ -58,7 +60,7 @@ def write_reports(file: Path, rows: Sequence[Row], seconds: float, *, keep: bool
         rows = [*(row for row in old if (row.model, row.case, row.flag) not in taken), *rows]
         seconds += before["seconds"]
     rows = sorted(rows, key=lambda row: (bool(row.flag), row.case, row.model, row.flag))
-    found = {"versions": versions(), "seconds": round(seconds), "rows": [asdict(row) for row in rows]}
+    found = {"versions": VERSIONS, "seconds": round(seconds), "rows": [asdict(row) for row in rows]}
     data.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     file.write_text("\n".join(markdown(rows, seconds)) + "\n", encoding="utf-8")
     file.with_suffix(".html").write_text(page(rows, seconds), encoding="utf-8")
@@ -112,7 +114,7 @@ def markdown(rows: Sequence[Row], seconds: float) -> Iterator[str]:
 def headline(rows: Sequence[Row], seconds: float) -> str:
     """Return the versions, the totals, and the time."""
     counts = Counter(row.status for row in rows)
-    names = ", ".join(f"{name} {version}" for name, version in versions().items())
+    names = ", ".join(f"{name} {version}" for name, version in VERSIONS.items())
     told = ", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status] and status != "no plan")
     taken = [row.seconds for row in rows if row.status != "no plan"] or [0.0]
     return f"{names}: {told}; {seconds:.0f} s, median {statistics.median(taken):.1f} s a program."

@@ -3,7 +3,9 @@
 from op_registry.errors import AnnotationError, NnscalerError, few
 from op_registry.spec import SourceLocation
 
-__all__ = ["AnnotationError", "HardExit", "NnscalerError", "SourceLocation", "exit_call", "few"]
+__all__ = ["GUARD_MAIN", "AnnotationError", "HardExit", "NnscalerError", "SourceLocation", "exit_call", "few"]
+
+GUARD_MAIN = 'put what a script does under: if __name__ == "__main__":'  # helps where one exits, or reads arguments
 
 
 class HardExit(SystemExit):

@@ -22,7 +22,7 @@ from textwrap import indent
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from nnscaler.errors import NnscalerError, SourceLocation, exit_call
+from nnscaler.errors import GUARD_MAIN, NnscalerError, SourceLocation, exit_call
 from nnscaler.is_user_file import is_users
 from nnscaler.pyproject_settings import SEEDS
 
@@ -231,7 +231,7 @@ def import_user_file(path: Path) -> ModuleType:
     except SystemExit as stop:
         place = user_frame(stop, file.parent)
         message = f"{path} calls {exit_call(stop)} when imported"
-        raise NnscalerError("model_import_failed", message, place, _of_arguments(stop, place) or _GUARD_MAIN) from None
+        raise NnscalerError("model_import_failed", message, place, _of_arguments(stop, place) or GUARD_MAIN) from None
     except Exception as error:
         place = user_frame(error, file.parent) or SourceLocation(str(path), 1)
         help_text = _of_arguments(error, place)
@@ -248,7 +248,7 @@ def _of_arguments(error: BaseException, place: SourceLocation | None) -> str | N
     parses = any(Path(frame.filename).name in ("argparse.py", "optparse.py", "getopt.py") for frame in frames)
     if not parses and "argv" not in (place.text if place is not None else ""):
         return None
-    return f"the command line is nnscaler's, and this code sees none: give every argument a default, or {_GUARD_MAIN}"
+    return f"the command line is nnscaler's, and this code sees none: give every argument a default, or {GUARD_MAIN}"
 
 
 _META = """build it without data, on the meta device, for plans and proofs:
@@ -260,7 +260,6 @@ _META = """build it without data, on the meta device, for plans and proofs:
   `nnscaler plan`, `nnscaler compile` and `nnscaler verify-plan --level static` take such a model; for a run, name a
   factory of a smaller one: model.py::small_model"""
 _SMALLER_BATCH = "return a smaller batch: what is proved holds for other sizes too, and the report says for which"
-_GUARD_MAIN = 'put what a script does under: if __name__ == "__main__":'
 
 
 def _function(module: ModuleType, path: Path, name: str) -> Callable[[], Any]:

@@ -46,6 +46,11 @@ def encode(value: Any) -> Any:
     return value
 
 
+def with_tuples(value: Any) -> Any:
+    """Return JSON data with tuples for lists, as records have them."""
+    return tuple(map(with_tuples, value)) if isinstance(value, list) else value
+
+
 def digest(value: Any) -> str:
     """Return a hash of a record, or of what is made of records, whatever the order of its names."""
     return sha256(json.dumps(encode(value), sort_keys=True).encode()).hexdigest()[:16]

@@ -58,6 +58,11 @@ class Call:
         return tuple(sorted(instances_in((self.args, self.kwargs), TensorArgument), key=lambda t: t.index))
 
 
+def dtype_name(dtype: object) -> str:
+    """Return torch's name of a dtype without the prefix: `float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
 @dataclass(frozen=True, slots=True)
 class DType:
     """A dtype as an argument, by torch's name for it without the prefix."""
@@ -106,6 +111,16 @@ def instances_in(value: Any, kind: type[T]) -> Iterator[T]:
     elif isinstance(value, list | tuple | Mapping):
         for item in value.values() if isinstance(value, Mapping) else value:
             yield from instances_in(item, kind)
+
+
+def map_leaves(value: Any, function: Callable[[Any], Any], kind: type | None = None) -> Any:
+    """Rebuild nested lists and tuples with `function(leaf)` in place of each leaf, left to right.
+
+    `kind`: what all of them become, `list` or `tuple`; None: what they are.
+    """
+    if isinstance(value, list | tuple):
+        return (kind or type(value))(map_leaves(item, function, kind) for item in value)
+    return function(value)
 
 
 def map_instances(value: Any, kind: type[T], function: Callable[[T], Any]) -> Any:

@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
+from typing import Any
 
-from op_registry.call import AxisShard
+from op_registry.call import AxisShard, instances_in
 from op_registry.spec import Refusal
 
 Coefficient = int | tuple[int, ...]  # times the index; or the value at each index
@@ -66,6 +67,11 @@ class Expression:
     def __str__(self) -> str:
         texts = [f"{c}[index of {a}]" if isinstance(c, tuple) else f"{c} * index of {a}" for a, c in self.terms]
         return " + ".join([str(self.constant), *texts])
+
+
+def depends_on_rank(value: Any) -> bool:
+    """Return whether an argument, or one that is nested in it, is computed from the rank's place."""
+    return next(instances_in(value, Expression), None) is not None
 
 
 def _sum(a: Coefficient, b: Coefficient) -> Coefficient:

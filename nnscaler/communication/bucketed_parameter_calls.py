@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress, groupby
+from math import prod
 from types import MappingProxyType
 
 from nnscaler.communication.communicated_graph import CommunicatedGraph, StageProgram, Stored
@@ -121,9 +122,7 @@ def _bytes(
     """Return, by group, the bytes that each of its ranks has of a tensor; one number where all have the same."""
     if is_uneven(layout):
         return tuple(tuple(bytes_on(rank, stage, layout, shape, dtype) for rank in group) for group in groups)
-    size = element_bytes(dtype)
-    for length in local_shape(layout, stage.sizes, shape):
-        size *= length
+    size = element_bytes(dtype) * prod(local_shape(layout, stage.sizes, shape))
     return ((size,),) * len(groups)
 
 

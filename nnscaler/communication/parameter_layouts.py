@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.derive_operand_layouts import input_layouts
@@ -188,9 +189,7 @@ def _cost(tensor: LogicalTensor, stage: Stage, at_rest: Layout, wanted: Sequence
         if found is None:
             return float("inf")
         total += found[0]
-    elements = 1
-    for size in local_shape(at_rest, stage.sizes, tensor.shape):
-        elements *= size
+    elements = prod(local_shape(at_rest, stage.sizes, tensor.shape))
     reduced = (a for a, s in zip(stage.axes, leaf, strict=True) if isinstance(s, Replicated))
     deferred = [a.size for a in reduced if a.name not in IN_STEP]
     return total + MEMORY * elements + sum(2 * (p - 1) / p * elements for p in deferred)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from op_registry.call import Call, DType, TensorArgument
+from op_registry.call import Call, DType, TensorArgument, map_leaves
 
 from nnscaler.ir.graph import Operation
 from nnscaler.ir.operation_annotations import signatures
@@ -52,12 +52,10 @@ def time_call(
     def argument(value: Any) -> Any:
         if isinstance(value, TensorArgument):
             return tensors[value.index]
-        if isinstance(value, list | tuple):
-            return type(value)(argument(v) for v in value)
         return dtype_of(value.name) if isinstance(value, DType) else value
 
-    args = [argument(a) for a in call.args]
-    kwargs = {name: argument(a) for name, a in call.kwargs.items()}
+    args = map_leaves(call.args, argument)
+    kwargs = {name: map_leaves(a, argument) for name, a in call.kwargs.items()}
     names = tuple(str(i) for i in range(len(tensors)))
     function = callable_of(Operation("timed", call.operator, names, (), (), ()), True, place)
     with torch.set_grad_enabled(bool(leaves)):

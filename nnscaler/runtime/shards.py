@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from math import prod
 
 import torch
 from torch import Tensor
 
 from nnscaler.layout import Partial, Prefix, Sharded, States
 from nnscaler.runtime.cut_tensors import join_pieces, nested, piece_of
-from nnscaler.runtime.tensor_bits import same_bits
+from nnscaler.runtime.tensor_bits import distance_of_copies, same_bits
 
 Coordinates = Mapping[str, int]
 Sizes = Mapping[str, int]
@@ -191,7 +192,7 @@ def _assemble_slices(
             rows = slices[-1].narrow(state.dim, 0, piece.shape[state.dim])
             if not same_bits(rows, piece):
                 names = [tuple((a, {**at, axis: i}[a]) for a in sizes) for i in (sizes[axis] - 1, index)]
-                differences.append(UnequalCopies(names[0], names[1], *_distance(rows, piece)))
+                differences.append(UnequalCopies(names[0], names[1], *distance_of_copies(rows, piece)))
     rest = {a: s for a, s in states.items() if a != axis}
     made = assemble(joined, rest, others, shape)
     return Assembled(made.value, (*differences, *made.differences))
@@ -209,9 +210,7 @@ def _by_position(
         if tuple(piece.shape) != expected:
             raise ValueError(f"the piece at {dict(coordinates)} has shape {tuple(piece.shape)}, not {expected}")
         found[position] = piece
-    count = 1
-    for size in sizes.values():
-        count *= size
+    count = prod(sizes.values())
     if len(found) != count:
         missing = next(p for p in range(count) if p not in found)
         raise ValueError(f"no piece at {unravel(missing, sizes)}")
@@ -231,18 +230,9 @@ def _one_of_copies(
     for point in points[1:]:
         copy = found[ravel(point, sizes)]
         if not same_bits(original, copy):
-            elements, largest = _distance(original, copy)
             names = [tuple((a, p[a]) for a in sizes) for p in (points[0], point)]
-            differences.append(UnequalCopies(names[0], names[1], elements, largest))
+            differences.append(UnequalCopies(names[0], names[1], *distance_of_copies(original, copy)))
     return original, differences
-
-
-def _distance(a: Tensor, b: Tensor) -> tuple[int, float]:
-    if a.is_complex():
-        a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
-    gap = (a.double() - b.double()).abs()
-    gap = torch.where(torch.isnan(gap), torch.where(torch.isnan(a) & torch.isnan(b), 0.0, torch.inf), gap)
-    return int((gap != 0).sum()), float(gap.max())
 
 
 def _reduction(states: States, combined: Sequence[str]) -> str:

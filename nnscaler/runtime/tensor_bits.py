@@ -23,3 +23,16 @@ def bits_of(tensor: Tensor) -> Tensor:
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Bitwise equality: NaN equals itself, and -0.0 differs from 0.0."""
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(bits_of(a), bits_of(b))
+
+
+def distance_of_copies(a: Tensor, b: Tensor) -> tuple[int, float]:
+    """Return how many elements of two tensors of one shape have other bits, and by how much they differ at most:
+    infinity where one is NaN."""
+    common = torch.promote_types(a.dtype, b.dtype)
+    elements = [bits_of(t.to(common)).view(a.numel(), common.itemsize) for t in (a, b)]
+    unlike = (elements[0] != elements[1]).any(1)
+    if not bool(unlike.any()):
+        return 0, 0.0
+    numbers = [values_of(t.to(common)).reshape(-1)[unlike] for t in (a, b)]
+    gap = torch.stack([torch.view_as_real(n) if common.is_complex else n for n in numbers]).double().diff(dim=0).abs()
+    return int(unlike.sum()), float(gap.nan_to_num(nan=torch.inf, posinf=torch.inf).max())

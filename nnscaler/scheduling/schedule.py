@@ -68,10 +68,6 @@ class Schedule:
         orders = tuple(tuple(i for i in order if i.kind == "F" or i.stage not in stages) for order in self.orders)
         return replace(self, orders=orders, untrained=frozenset(stages))
 
-    def forward_only(self) -> Schedule:
-        """Return the schedule without its backward passes, for a model without a loss."""
-        return self.without_backward(range(self.stages))
-
     def text(self, device: int) -> str:
         """Return one device's order as it stands in a rank program: `F0.0 F0.1 B0.0 ...`."""
         return " ".join(map(str, self.orders[device]))

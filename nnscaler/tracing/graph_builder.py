@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from op_registry.call import DType, map_instances
+from op_registry.call import DType, dtype_name, map_instances, map_leaves
 from op_registry.torch_schema import schema_of
 
 from nnscaler.ir.graph import Graph, LogicalTensor, Operation, Region, Slot
@@ -23,11 +23,6 @@ def dtype_of(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype), name
     return dtype
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """torch.float32 -> `float32`."""
-    return str(dtype).removeprefix("torch.")
 
 
 def is_floating(name: str) -> bool:
@@ -45,13 +40,6 @@ def torch_operator(name: str) -> Callable[..., Any]:
     for part in name.split("."):
         found = getattr(found, part)
     return found
-
-
-def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Rebuild nested lists and tuples with `function(leaf)`."""
-    if isinstance(value, list | tuple):
-        return tuple(map_leaves(v, function) for v in value)
-    return function(value)
 
 
 Form = tuple[tuple[int, ...], str]  # shape and dtype of a tensor
@@ -83,7 +71,7 @@ def infer(
         return dtype_of(leaf.name) if isinstance(leaf, DType) else leaf
 
     def ready(value: Any) -> Any:
-        return map_leaves(map_references(value, meta), plain)
+        return map_leaves(map_references(value, meta), plain, tuple)
 
     with torch.no_grad():
         result = torch_operator(operator)(*(ready(a) for a in args), **{k: ready(v) for k, v in kwargs.items()})
@@ -141,11 +129,7 @@ def references(operation: Operation) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def map_references(value: Any, function: Callable[[TensorName], Any]) -> Any:
     """Rebuild nested arguments with `function(ref)` in place of each `TensorName`; lists become tuples."""
-    if isinstance(value, TensorName):
-        return function(value)
-    if isinstance(value, list | tuple):
-        return tuple(map_references(v, function) for v in value)
-    return value
+    return map_leaves(value, lambda leaf: function(leaf) if isinstance(leaf, TensorName) else leaf, tuple)
 
 
 def make_operation(

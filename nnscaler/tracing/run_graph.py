@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from op_registry.call import DType, map_instances
+from op_registry.call import DType, map_leaves
 from op_registry.registry import default_registry, facts_of
 from op_registry.torch_schema import is_factory, schema_of
 
@@ -17,7 +17,7 @@ from nnscaler.ir.graph import Graph, Operation, Slot
 from nnscaler.runtime import ops
 from nnscaler.runtime.training.autocast import AskedDtypes, autocast_on
 from nnscaler.tracing.float64_run import exact_dtype, exact_tensor
-from nnscaler.tracing.graph_builder import dtype_of, map_leaves, torch_operator
+from nnscaler.tracing.graph_builder import dtype_of, torch_operator
 
 _DROPOUTS: dict[str, Callable[..., Tensor]] = {
     "nnscaler.dropout": torch.dropout,
@@ -64,17 +64,14 @@ def _run(
     floating: torch.dtype | None,
     device: torch.device,
 ) -> None:
-    def argument(value: Any) -> Any:
-        return map_leaves(map_instances(value, Slot, lambda slot: _Given(values[operation.inputs[slot.index]])), plain)
-
-    def plain(leaf: Any) -> Any:
+    def argument(leaf: Any) -> Any:
         if isinstance(leaf, DType):
             dtype = dtype_of(leaf.name)
             return dtype if floating is None else exact_dtype(dtype, floating)
-        return leaf.tensor if isinstance(leaf, _Given) else leaf
+        return values[operation.inputs[leaf.index]] if isinstance(leaf, Slot) else leaf
 
-    args = [argument(a) for a in operation.args]
-    kwargs = {k: argument(v) for k, v in operation.kwargs}
+    args = [map_leaves(a, argument, tuple) for a in operation.args]
+    kwargs = {k: map_leaves(v, argument, tuple) for k, v in operation.kwargs}
     told = facts_of(operation.operator).draws_if
     if told:
         schema = schema_of(operation.operator)
@@ -100,15 +97,6 @@ def _run(
 def _is_users(operation: Operation) -> bool:
     spec = default_registry().lookup(operation.operator)
     return spec is not None and spec.target is not None
-
-
-class _Given:
-    """Keeps a tensor from being taken apart as a sequence."""
-
-    __slots__ = ("tensor",)
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
 
 
 def callable_of(operation: Operation, dropout: bool, device: torch.device) -> Callable[..., Any]:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice, pairwise
 from typing import Any, cast
+from unittest.mock import patch
 from zlib import crc32
 
 import torch
@@ -176,11 +177,8 @@ class _Stream(IterableDataset[tuple[Any, int, Any, int | None]]):
 @contextmanager
 def _as_only_worker() -> Iterator[None]:
     """While open, a dataset that takes a part of its data by `get_worker_info` takes all of it."""
-    known, worker_loop._worker_info = worker_loop._worker_info, None
-    try:
+    with patch.object(worker_loop, "_worker_info", None):
         yield
-    finally:
-        worker_loop._worker_info = known
 
 
 def _checksum(samples: list[Any]) -> int:

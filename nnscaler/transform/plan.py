@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from nnscaler.errors import NnscalerError
 from nnscaler.instructions import read_instruction
 from nnscaler.ir.precision import Precision
+from nnscaler.records_as_json import with_tuples
 
 DP, TP, PP = "dp", "tp", "pp"  # the axes that policies and the planner use: for the batch, operators, stages
 SHARED = TP  # along which the devices of a stage on several of them lie
@@ -299,7 +300,7 @@ class Plan:
         if not isinstance(data.get("steps", []), list):
             raise NnscalerError("plan_illegal", f"{source}: steps are {data['steps']!r}, not a list of steps")
         steps = tuple(_step(entry, i, source) for i, entry in enumerate(data.get("steps", ())))
-        simple = {k: _tuples(v) for k, v in data.items() if k != "steps"}
+        simple = {k: with_tuples(v) for k, v in data.items() if k != "steps"}
         every = simple.get("stage_axes", ())
         for axes in (simple["mesh"], *(every if isinstance(every, tuple) else (every,))):
             if not _are_axes(axes):
@@ -354,7 +355,7 @@ def _step(entry: Mapping[str, Any], position: int, source: str) -> Step:
     kind = _KINDS.get(entry.get("step", "")) if isinstance(entry, Mapping) else None
     if kind is None:
         raise NnscalerError("plan_illegal", f"{source}: step {position} is {entry!r}", help=f"steps: {sorted(_KINDS)}")
-    values = {k: _tuples(v) for k, v in entry.items() if k != "step"}
+    values = {k: with_tuples(v) for k, v in entry.items() if k != "step"}
     for name in ("operations", "first", "second", "parameters"):
         if isinstance(values.get(name), str):
             values[name] = (values[name],)
@@ -394,7 +395,3 @@ def _check_types(kind: type[Any], values: Mapping[str, Any], source: str) -> Non
         what, good = _TYPES.get(str(f.type), ("", lambda _: True))
         if f.name in values and not good(values[f.name]):
             raise NnscalerError("plan_illegal", f"{source}: {f.name} is {json.dumps(values[f.name])}, not {what}")
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(v) for v in value) if isinstance(value, list) else value

@@ -217,7 +217,7 @@ def held(*shards: tuple[int, int, Tensor]) -> tuple[list[RankTraining], dict[int
     ranks = []
     for rank, (index, parts, _) in enumerate(shards):
         states = {"dp": Sharded(0, sizes=(3, 2))} if parts > 1 else {}
-        layout = Layout(("w",), (5,), states, {"dp": parts}, {"dp": index}, "parameter")
+        layout = Layout(("w",), (5,), states, {"dp": parts}, {"dp": index})
         ranks.append(RankTraining(rank, (0, 1), (layout,), (), {}, None, {}, ()))
     return ranks, {rank: tensor for rank, (_, _, tensor) in enumerate(shards)}
 

@@ -7,19 +7,23 @@ values raises. Both provers read this record, each for what it asks of it.
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NoReturn
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from verify.evidence.inputs.concrete_call import dtype_name, outputs_of, plain_of
+from op_registry.call import dtype_name
+
+from verify.evidence.inputs.concrete_call import flat, outputs_of, plain_of
 
 
 class NotTraceable(Exception):
@@ -131,6 +135,18 @@ class Observer(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         self.note(func, args, result)
         return result
+
+
+_LOGS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence torch's log of what fake tensors cannot do: it is an answer here, not an accident."""
+    with ExitStack() as stack:
+        for name in _LOGS:
+            stack.enter_context(patch.object(logging.getLogger(name), "disabled", True))
+        yield
 
 
 _ASSERTS = frozenset((torch.ops.aten._assert_async.default, torch.ops.aten._assert_async.msg))  # these make nothing
@@ -310,10 +326,3 @@ def functional(overload: Any) -> Any:
         return overload
     found = getattr(getattr(torch.ops.aten, packet[:-1], None), name, None)
     return overload if found is None else found
-
-
-def flat(result: Any) -> list[Any]:
-    """Flatten nested lists in an operator's result."""
-    if isinstance(result, list | tuple):
-        return [item for part in result for item in flat(part)]
-    return [result]

@@ -15,11 +15,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from op_registry.call import dtype_name
+
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.placement import RunPartial, Split
 from nnscaler.training.functional_optimizer import Update
 from verify.evidence.dimension_types.prove import prove
-from verify.evidence.inputs.concrete_call import dtype_name
 from verify.evidence.oracle.annotation_claims import Slices, Target
 from verify.evidence.oracle.case_runner import OperatorRunner, WholeRaised
 from verify.evidence.oracle.enumerate_cases import Base

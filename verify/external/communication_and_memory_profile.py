@@ -6,7 +6,8 @@ None of it is a verdict. A profile is of the second step: the first one sets up 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from math import prod
 from pathlib import Path
 
 from nnscaler.communication.communication_volume import CollectiveClass, StepCommunication
@@ -72,10 +73,7 @@ def axes_of(program: ExternalProgram, group: Sequence[int]) -> str:
     """Return the mesh axes along which the ranks of a group differ: `tp`, `dp+tp`; "ranks" where it is no such one."""
     at = coordinates(program)
     axes = [axis for axis, _ in program.mesh if len({at[rank][axis] for rank in group}) > 1]
-    sizes: Mapping[str, int] = dict(program.mesh)
-    count = 1
-    for axis in axes:
-        count *= sizes[axis]
+    count = prod(size for axis, size in program.mesh if axis in axes)
     return "+".join(axes) if axes and (count == len(group) or len(axes) == 1) else "ranks"
 
 

@@ -21,7 +21,7 @@ from torch import nn
 from nnscaler.errors import NnscalerError, SourceLocation
 from nnscaler.model_file import find_target, import_user_file, user_function
 from verify.external.program import ExternalProgram, default_step
-from verify.external.request import DEFAULT_RANKS, EXAMPLE, read_mesh, sized
+from verify.external.request import DEFAULT_RANKS, EXAMPLE, REFERENCES, read_mesh, sized
 
 TEMPLATE = """\
 import torch
@@ -60,7 +60,6 @@ FUNCTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 VALUES = ("mesh", "data_axes", "max_norm", "names", "reference")
 REQUIRED = ("model", "batch", "parallelize")
-REFERENCES = ("whole", "parts")
 # axes over which the batch is divided where `data_axes` does not say so: by these names, or by their first words
 DATA_NAMES = ("dp", "ddp", "fsdp", "hsdp", "data", "batch", "replicate", "shard")
 _NEAR = 0.84  # of two names, 0 to 1: above it one is taken for a slip of the other

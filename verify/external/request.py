@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from shlex import quote, split
 from typing import Any, Literal
 
 from nnscaler.errors import NnscalerError
+from nnscaler.ir.precision import FLOATS
 from nnscaler.model_file import find_target
-from verify.programs.request import DTYPES, Level
+from verify.programs.request import Level
 from verify.results.packed_json import WordKind
 from verify.results.request_token import RequestToken, RequestWords, Source
 
@@ -126,9 +128,9 @@ def option(name: str) -> str:
 def _check_choices(request: ExternalRequest) -> None:
     if request.executor not in EXECUTORS:
         raise NnscalerError("usage", f"executor {request.executor!r} is none of {', '.join(EXECUTORS)}")
-    wrong = [dtype for dtype in request.dtypes if dtype not in DTYPES]
+    wrong = [dtype for dtype in request.dtypes if dtype not in FLOATS]
     if wrong or not request.dtypes:
-        raise NnscalerError("usage", f"dtype {wrong[0] if wrong else 'none'} is none of {', '.join(DTYPES)}")
+        raise NnscalerError("usage", f"dtype {wrong[0] if wrong else 'none'} is none of {', '.join(FLOATS)}")
     if len(set(request.dtypes)) < len(request.dtypes):
         raise NnscalerError("usage", f"a dtype is named twice: {', '.join(request.dtypes)}")
     if request.reference not in REFERENCES:
@@ -177,9 +179,7 @@ def sized(axes: list[tuple[str, int]], ranks: int | None, what: str) -> tuple[tu
     if len(open_axes) > 1:
         message = f"{what} leaves the sizes of several axes open: {', '.join(open_axes)}"
         raise NnscalerError("bad_mesh", message, help="-1 stands for the ranks that are left, on one axis")
-    product = 1
-    for _, size in axes:
-        product *= abs(size)
+    product = prod(abs(size) for _, size in axes)
     if open_axes:
         assert ranks is not None, "an open size takes the ranks that are left"
         if ranks % product:

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from op_registry.spec import SourceLocation
+from op_registry.call import dtype_name
 
 from nnscaler.errors import few
 from verify.external.communication_and_memory_profile import communication_profile, memory, notes_of
@@ -148,7 +148,7 @@ def _without_float64(run: Run, dtypes: list[str], outcomes: list[Outcome]) -> tu
     if all(outcome.ran is None for outcome in others):
         return dtypes, outcomes
     first = raised[0].findings[0].message.splitlines()[0]
-    names = [_word(outcome.dtype) for outcome in others]
+    names = [dtype_name(outcome.dtype) for outcome in others]
     note = f"in float64 the program raises ({first}); it was verified in {' and '.join(names)} alone"
     return names, [replace(others[0], notes=(note, *others[0].notes)), *others[1:]]
 
@@ -218,8 +218,8 @@ def verify_in(
     narrow = narrowest(ran, dtype) if dtype != torch.float64 else dtype
     if narrow != dtype:
         notes.append(
-            f"the program computes or communicates in {_word(narrow)} when the model is in {_word(dtype)}: "
-            f"it is compared up to the rounding of {_word(narrow)}"
+            f"the program computes or communicates in {dtype_name(narrow)} when the model is in {dtype_name(dtype)}: "
+            f"it is compared up to the rounding of {dtype_name(narrow)}"
         )
     run, compared = case.judge(ran.results, narrow)
     checks = tuple(result.check(case.level) for result in compared if result.name != "gradient norm" or result.count)
@@ -251,13 +251,9 @@ def narrowest(ran: RankRun[RankRecord], dtype: torch.dtype) -> torch.dtype:
     return max(floating, key=lambda d: torch.finfo(d).eps, default=dtype)
 
 
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def failed(program: ExternalProgram, dtype: torch.dtype, failure: RanksFailed) -> Outcome:
     """Return the outcome of a run that did not end."""
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     verdict = Verdict.INCONCLUSIVE if failure.code == "timed_out" else Verdict.REFUTED
     example = {"dtype": name} | ({} if failure.rank is None else {"rank": str(failure.rank)})
     example |= {f"rank {rank}": text for rank, text in failure.by_rank.items()}
@@ -265,15 +261,10 @@ def failed(program: ExternalProgram, dtype: torch.dtype, failure: RanksFailed) -
     if code == "rank_raises" and asks_for_gpu(message):
         verdict, code, help = Verdict.INCONCLUSIVE, "nothing_checked", WITHOUT_GPU
         message = f"the program asks for a GPU, and there is none here: {message}"
-    finding = Finding(code, message, _place(failure) or program.where, example, help=help)
+    finding = Finding(code, message, failure.where or program.where, example, help=help)
     refuted = int(verdict is Verdict.REFUTED)
     check = Check("ranks run to their end", verdict, refuted, refuted)
     return Outcome(dtype, (check,), (finding,), ())
-
-
-def _place(failure: RanksFailed) -> SourceLocation | None:
-    file, _, line = (failure.place or "").rpartition(":")
-    return SourceLocation(file, int(line), "") if file and line.isdigit() else None
 
 
 def _notes(records: Sequence[RankRecord]) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from shlex import join, split
 from typing import Any
 
 from nnscaler.errors import NnscalerError
+from nnscaler.ir.precision import FLOATS
 from nnscaler.model_file import find_target
 from nnscaler.plan_source import schedule_file
 from nnscaler.planning.auto_plan_request import parse_auto
@@ -30,7 +31,7 @@ from nnscaler.pyproject_settings import (
 )
 from verify.external.request import EXECUTORS, LIBRARY, SIZES, ExternalRequest, check_values
 from verify.gate.items import ExternalItem, Item, OpItem, OpSource, Option, PlanItem, SourceKind, check_names, item_name
-from verify.programs.request import BACKENDS, DTYPES, PlanRequest
+from verify.programs.request import BACKENDS, PlanRequest
 
 TABLE: KeyPath = ("tool", "nnscaler", "gate")
 EXTERNAL: KeyPath = ("tool", "nnscaler", "external")
@@ -80,7 +81,7 @@ _PLAN = (
     Key("loss-fn", "text"),
     Key("specialise", "flag"),
     Key("precision", "text"),
-    Key("dtype", "text", choices=DTYPES),
+    Key("dtype", "text", choices=FLOATS),
     Key("backend", "text", choices=BACKENDS),
     Key("steps", "count"),
     Key("depth", "text", choices=("quick", "default", "deep")),

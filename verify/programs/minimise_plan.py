@@ -19,7 +19,7 @@ from op_registry.registry import default_registry
 
 from nnscaler.atomic_writes import save_tensors
 from nnscaler.compile import WantedPlan, compile_traced
-from nnscaler.errors import NnscalerError
+from nnscaler.errors import NnscalerError, few
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation_annotations import signatures
 from nnscaler.ir.placement import Choice, RunInvariant
@@ -275,10 +275,9 @@ def _text(plan: Plan, kept: Sequence[Unit], graph: Graph) -> str:
     on = f"on {ranks}" + (f" ({plan.describe()}{micro})" if plan.ranks > 1 or micro else "")
     if not kept:
         return f"still fails {on} with every operation run whole"
-    named = [f"`{u.operation}`{_module(graph, u.operation)} over {u.axis} ({u.choice})" for u in kept[:NAMED]]
-    more = f" and {len(kept) - NAMED} more" if len(kept) > NAMED else ""
+    named = [f"`{u.operation}`{_module(graph, u.operation)} over {u.axis} ({u.choice})" for u in kept]
     count = "this operation" if len(kept) == 1 else f"these {len(kept)} operations"
-    return f"still fails {on} with only {count} split: {', '.join(named)}{more}"
+    return f"still fails {on} with only {count} split: {few(named, NAMED)}"
 
 
 def _module(graph: Graph, operation: str) -> str:

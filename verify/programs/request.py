@@ -12,6 +12,7 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any, Literal
 
 from nnscaler.errors import NnscalerError
+from nnscaler.ir.precision import FLOATS
 from nnscaler.model_file import find_target
 from nnscaler.plan_source import CompileRequest, is_words, plan_text, schedule_file
 from verify.results.packed_json import WordKind
@@ -20,7 +21,6 @@ from verify.results.request_token import RequestToken, RequestWords, Source
 if TYPE_CHECKING:
     import torch
 
-DTYPES = ("float64", "float32", "bfloat16", "float16")
 BACKENDS = ("simulator", "gloo", "nccl")
 PROCESS_LIMIT = 16  # more ranks than this run as threads: processes would only swap
 Depth = Literal["quick", "default", "deep"]
@@ -108,8 +108,8 @@ def check_values(request: PlanRequest) -> None:
         if (gpus := torch.cuda.device_count()) < request.rank_count:
             message = f"backend nccl needs a GPU for each rank: there are {gpus}, and {request.ranks} ranks"
             raise NnscalerError("usage", message, help="--backend gloo runs the ranks on what there is")
-    if request.dtype not in DTYPES:
-        raise NnscalerError("usage", f"dtype {request.dtype} is none of {', '.join(DTYPES)}")
+    if request.dtype not in FLOATS:
+        raise NnscalerError("usage", f"dtype {request.dtype} is none of {', '.join(FLOATS)}")
     if request.steps < 1:
         raise NnscalerError("usage", "at least one step is needed")
     if request.train and request.train_steps < 1:

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nnscaler.errors import NnscalerError
+from nnscaler.ir.precision import FLOATS
 from nnscaler.tracing.user_loss import LossFunction, recorded_loss, with_loss
 from verify.programs.opened_program import open_program
-from verify.programs.request import DTYPES, Depth, Level, PlanRequest
+from verify.programs.request import Depth, Level, PlanRequest
 from verify.programs.subject import PlanSubject
 from verify.programs.verify_request import verify_request
 from verify.results.report import Report
@@ -90,7 +91,7 @@ def verify_plan(
 def _name_of(dtype: torch.dtype) -> str:
     """Return its name where a run can have it, else the text for the message that refuses it."""
     name = str(dtype).removeprefix("torch.")
-    return name if name in DTYPES else str(dtype)
+    return name if name in FLOATS else str(dtype)
 
 
 def _with_loss(

@@ -14,12 +14,11 @@ from verify.report_formats.finding_text import finding_lines
 from verify.report_formats.machine_format_findings import findings_of, problems, reproduce_once
 from verify.results.finding import Finding
 from verify.results.report import Check, Report, totals
-from verify.results.styled_line import StyledLine, last_line, plain, style_of
+from verify.results.styled_line import WORDS, StyledLine, last_line, plain, style_of
 
 WHOLE = 4  # findings shown with all that is known; the rest, which usually follow from them, take a line each
 CHECKS = 60  # checks of one report that are shown; beyond them only those that do not pass
 NOTES = 20  # different notes that are shown under several reports
-_WORDS = {"good": "PASS", "bad": "FAIL", "unsure": "OPEN"}
 
 
 def render(reports: Sequence[Report], seconds: float = 0.0) -> list[StyledLine]:
@@ -58,7 +57,7 @@ def check_line(check: Check, name: int = 0, level: int = 0) -> StyledLine:
     detail = f", {check.detail}" if check.detail else ""
     seconds = f"  {check.seconds:.1f} s" if check.seconds >= 0.05 else ""
     text = f"  {check.name:<{name}}  {check.verdict.value:<{level}}  {agreed}{detail}"
-    word = "----" if check.verdict.passes and not check.count else _WORDS[style]
+    word = "----" if check.verdict.passes and not check.count else WORDS[style]
     return StyledLine(((word, "faint" if word == "----" else style), (text, ""), (seconds, "faint")))
 
 

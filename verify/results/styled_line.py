@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,6 +10,7 @@ from verify.results.report import Report, Totals, totals
 from verify.results.verdict import Verdict
 
 Style = Literal["", "strong", "good", "bad", "unsure", "faint"]
+WORDS: Mapping[Style, str] = {"good": "PASS", "bad": "FAIL", "unsure": "OPEN"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,6 +75,11 @@ def largest(tensor: Tensor) -> float:
     return float(values.abs().max()) if tensor.numel() else 0.0
 
 
+def largest_finite(tensor: Tensor) -> float:
+    """Return the largest absolute value that is finite, 0 where there is none."""
+    return largest(tensor[torch.isfinite(tensor)])
+
+
 def largest_beside_fill(expected: Tensor, same: Tensor, fill: float = FILL) -> float:
     """Return the largest finite absolute value, without those beyond `fill` that are the `same` in what is compared."""
     values = expected.detach().abs()

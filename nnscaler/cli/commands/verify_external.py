@@ -108,8 +108,8 @@ def _add_library(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_run(group: argparse._ArgumentGroup) -> None:
+    from nnscaler.ir.precision import FLOATS
     from verify.external.request import EXECUTORS, TIMEOUT
-    from verify.programs.request import DTYPES
 
     group.add_argument(
         "--executor",
@@ -125,10 +125,10 @@ def _add_run(group: argparse._ArgumentGroup) -> None:
         dest="dtypes",
         nargs="+",
         action="extend",
-        choices=DTYPES,
+        choices=FLOATS,
         default=[],
         metavar="DTYPE",
-        help=f"{', '.join(DTYPES)}; several: one run in each (default: float64, which compares up to rounding; the "
+        help=f"{', '.join(FLOATS)}; several: one run in each (default: float64, which compares up to rounding; the "
         "others up to the model's own rounding noise)",
     )
     group.add_argument(

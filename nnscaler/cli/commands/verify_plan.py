@@ -67,7 +67,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
-    from verify.programs.request import BACKENDS, DTYPES, PROCESS_LIMIT
+    from nnscaler.ir.precision import FLOATS
+    from verify.programs.request import BACKENDS, PROCESS_LIMIT
 
     group = parser.add_argument_group("run")
     group.add_argument(
@@ -82,7 +83,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--dtype",
-        choices=DTYPES,
+        choices=FLOATS,
         default="float64",
         help="float64 (default) compares up to float64 rounding; the others up to the model's own rounding noise",
     )

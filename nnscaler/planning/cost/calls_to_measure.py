@@ -9,7 +9,7 @@ from math import prod
 from typing import Any
 
 from op_registry.bind_annotation import localise
-from op_registry.call import Call, TensorArgument
+from op_registry.call import Call, TensorArgument, map_leaves
 from op_registry.rank_expression import Expression
 from op_registry.registry import facts_of
 from op_registry.spec import Refusal
@@ -141,21 +141,17 @@ def _shard(
         None if t is None or s is None else TensorArgument(t.index, s, t.dtype)
         for t, s in zip(signature.call.outputs, shapes_out, strict=True)
     )
-    args = tuple(_of_first_rank(a, shapes_in, first) for a in call.args)
-    kwargs = {name: _of_first_rank(a, shapes_in, first) for name, a in call.kwargs.items()}
+
+    def of_first_rank(value: Any) -> Any:
+        if isinstance(value, TensorArgument):
+            return TensorArgument(value.index, shapes_in[value.index], value.dtype)
+        return value.evaluate(first) if isinstance(value, Expression) else value
+
+    args = map_leaves(call.args, of_first_rank)
+    kwargs = {name: map_leaves(a, of_first_rank) for name, a in call.kwargs.items()}
     dtype = computes_in(t.dtype for t in (*signature.call.tensors(), *outputs) if t is not None)
     own = Call(call.operator, args, kwargs, outputs)
     return ShardCall(signature, own, shapes_in, shapes_out, dtype, grads)
-
-
-def _of_first_rank(value: Any, shapes: tuple[Shape, ...], place: Mapping[str, int]) -> Any:
-    if isinstance(value, TensorArgument):
-        return TensorArgument(value.index, shapes[value.index], value.dtype)
-    if isinstance(value, Expression):
-        return value.evaluate(place)
-    if isinstance(value, list | tuple):
-        return type(value)(_of_first_rank(v, shapes, place) for v in value)
-    return value
 
 
 def _text(value: Any) -> str:

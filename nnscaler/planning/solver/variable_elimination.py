@@ -117,12 +117,10 @@ class Bucket:
 
     variable   that is eliminated; it is the first axis of every factor
     factors    all tables that name it
-    scope      the variables of the message that is left: its neighbours
     """
 
     variable: int
     factors: tuple[Factor, ...]
-    scope: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -171,7 +169,7 @@ def run_elimination(factors: Sequence[Factor], order: EliminationOrder, sizes: S
         inside = tuple(waiting[index])
         named = {other for factor in inside for other in factor.scope} - {variable}
         scope = tuple(sorted(named, key=place.__getitem__))
-        buckets.append(Bucket(variable, inside, scope))
+        buckets.append(Bucket(variable, inside))
         if inside:
             put(Factor(scope, _minimise(inside, (variable, *scope), sizes)))
     return Elimination(tuple(buckets), tuple(rest), order.keep, tuple(sizes))

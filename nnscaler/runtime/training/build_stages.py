@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from types import MappingProxyType, ModuleType
 
 import torch
@@ -68,10 +69,7 @@ class StageBuilder:
     def build(self, stage_class: type[Stage], observer: Observer | None = None) -> Stage:
         """Raises ProgramError when the rank is not in the stage's mesh, or the state lacks a tensor."""
         rank = self._communicator.rank
-        count = 1
-        for size in stage_class.axes.values():
-            count *= size
-        if rank not in stage_class.ranks or count != len(stage_class.ranks):
+        if rank not in stage_class.ranks or prod(stage_class.axes.values()) != len(stage_class.ranks):
             raise ProgramError(
                 f"rank {rank}: stage {stage_class.index} runs on ranks {stage_class.ranks} with axes {stage_class.axes}"
             )

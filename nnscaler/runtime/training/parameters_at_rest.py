@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from math import prod
 
 import torch
 from torch import Tensor
@@ -192,12 +193,5 @@ def _buckets(
 
     for _, run in groupby(sorted(chosen, key=lambda i: (key(i), i)), key=key):
         found = list(run)  # weights are the same on every rank of the group
-        for bucket in gathered_together([_count(divisions[i].whole) * values[i].element_size() for i in found]):
+        for bucket in gathered_together([prod(divisions[i].whole) * values[i].element_size() for i in found]):
             yield [found[i] for i in bucket]
-
-
-def _count(shape: Sequence[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count

@@ -164,12 +164,8 @@ def opaque_autograd_functions(checkpoints: Checkpoints) -> Iterator[OpaqueFuncti
         operator = functions.operator(cls, args)
         return operator(*(a for a in args if _kind(a) is not None))
 
-    before = torch.autograd.Function.__dict__["apply"]
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
-    try:
+    with patch.object(torch.autograd.Function, "apply", classmethod(apply)):
         yield functions
-    finally:
-        torch.autograd.Function.apply = before  # type: ignore[method-assign]
 
 
 def _refuse_modules(cls: type[torch.autograd.Function], constants: tuple[tuple[int, Any], ...]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from op_registry.call import DType, instances_in
+from op_registry.call import DType, dtype_name, instances_in
 from op_registry.register import operator_of
 from op_registry.spec import SourceLocation
 
@@ -21,15 +21,7 @@ from nnscaler.ir.graph import LOSS, Graph, LogicalTensor, Operation, Region, Rol
 from nnscaler.tracing.export.loss_module import PREFIX, Results
 from nnscaler.tracing.export.recompute_regions import checkpoint_of
 from nnscaler.tracing.export.user_source_locations import location_of_trace, module_of
-from nnscaler.tracing.graph_builder import (
-    RawGraph,
-    TensorName,
-    dtype_name,
-    fresh_name,
-    make_operation,
-    storage_of,
-    written_inputs,
-)
+from nnscaler.tracing.graph_builder import RawGraph, TensorName, fresh_name, make_operation, storage_of, written_inputs
 
 _IGNORED = (
     "aten._assert_tensor_metadata.default",
@@ -216,7 +208,7 @@ class _Importer:
     def _compute(self, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Call a Python function of the trace when all of its arguments are known."""
         target: Any = node.target
-        unknown = _from_data([args, kwargs])
+        unknown = next(instances_in([args, kwargs], _FromData), None)
         if unknown is not None:
             return unknown
         if any(instances_in([args, kwargs], TensorName)) or getattr(target, "__module__", "") != "_operator":
@@ -233,7 +225,7 @@ class _Importer:
         where = _where(node)
         if isinstance(value, int | float | bool):
             return value
-        unknown = _from_data([args, kwargs])
+        unknown = next(instances_in([args, kwargs], _FromData), None)
         if unknown is not None:
             raise NnscalerError(
                 "trace_failed",
@@ -279,14 +271,6 @@ class _Importer:
                 storage = self.storages[operation.inputs[argument[0].index]]
                 self._merged[self.storages[result[0]]] = storage
                 self.storages[result[0]] = storage
-
-
-def _from_data(value: Any) -> _FromData | None:
-    """Return the first number in nested arguments that was read from a tensor."""
-    if isinstance(value, _FromData):
-        return value
-    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return next((found for found in map(_from_data, items) if found is not None), None)
 
 
 def _letters(number: int) -> str:

@@ -6,13 +6,14 @@ from __future__ import annotations
 import inspect
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from types import CodeType
 from typing import Any
 
 from torch import Tensor, nn
+
+from op_registry.numbers_in_user_code import names_in
 
 from nnscaler.is_user_file import is_users
 
@@ -176,11 +177,4 @@ def _globals_of(kind: type) -> tuple[dict[str, Any], tuple[str, ...]] | None:
     forward: Any = inspect.unwrap(kind.__dict__["forward"]) if "forward" in kind.__dict__ else None
     if not hasattr(forward, "__code__"):
         return None
-    return forward.__globals__, tuple(dict.fromkeys(_names(forward.__code__)))
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
+    return forward.__globals__, tuple(dict.fromkeys(names_in(forward.__code__)))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx
@@ -70,12 +71,8 @@ def checkpoints_marked() -> Iterator[Checkpoints]:
         with found.region():
             yield
 
-    setattr(checkpoint, _GENERATOR, generator)
-    try:
-        with traceback.preserve_node_meta():
-            yield found
-    finally:
-        setattr(checkpoint, _GENERATOR, real)
+    with patch.object(checkpoint, _GENERATOR, generator), traceback.preserve_node_meta():
+        yield found
 
 
 def checkpoint_of(node: fx.Node) -> str | None:

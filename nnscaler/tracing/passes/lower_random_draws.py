@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from op_registry.call import DType
+from op_registry.call import DType, dtype_name
 from op_registry.registry import facts_of
 from op_registry.torch_schema import may_draw
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.runtime.ops.random import random_normal, random_uniform
-from nnscaler.tracing.graph_builder import Builder, TensorName, dtype_name, dtype_of, torch_operator
+from nnscaler.tracing.graph_builder import Builder, TensorName, dtype_of, torch_operator
 
 # Formulas of torch's random operators over two draws: uniform in (0, 1), and normal.
 # Ranks cannot share torch's generator, so programs draw by the runtime's own operators

@@ -9,10 +9,11 @@ steps of the record are told to the tracer after all. So each layer is compared,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -220,7 +221,7 @@ def _surroundings() -> tuple[Any, ...]:
 def following(calls: Calls) -> Iterator[None]:
     """While open, exports are followed."""
     classes = {type(site.module) for site in calls.sites.values()}
-    forwards = [(cls, vars(cls).get("forward"), cls.forward) for cls in classes]
+    forwards = [(cls, cls.forward) for cls in classes]  # of all before any is replaced: one may inherit another's
     function, operator = PreDispatchTorchFunctionMode.__torch_function__, ProxyTorchDispatchMode.__torch_dispatch__
 
     def followed_function(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -229,20 +230,12 @@ def following(calls: Calls) -> Iterator[None]:
     def followed_operator(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return calls.operator(operator, mode, func, types, args, kwargs)
 
-    for cls, _, real in forwards:
-        cls.forward = _followed_forward(calls, real)
-    PreDispatchTorchFunctionMode.__torch_function__ = followed_function  # type: ignore[method-assign,assignment]
-    ProxyTorchDispatchMode.__torch_dispatch__ = followed_operator  # type: ignore[method-assign,assignment]
-    try:
+    with ExitStack() as stack:
+        for cls, real in forwards:
+            stack.enter_context(patch.object(cls, "forward", _followed_forward(calls, real)))
+        stack.enter_context(patch.object(PreDispatchTorchFunctionMode, "__torch_function__", followed_function))
+        stack.enter_context(patch.object(ProxyTorchDispatchMode, "__torch_dispatch__", followed_operator))
         yield
-    finally:
-        PreDispatchTorchFunctionMode.__torch_function__ = function  # type: ignore[method-assign]
-        ProxyTorchDispatchMode.__torch_dispatch__ = operator  # type: ignore[method-assign]
-        for cls, own, _ in forwards:
-            if own is None:
-                del cls.forward
-            else:
-                cls.forward = own
 
 
 def _followed_forward(calls: Calls, real: Callable[..., Any]) -> Callable[..., Any]:

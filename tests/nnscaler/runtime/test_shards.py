@@ -11,7 +11,7 @@ from nnscaler.layout import Invariant, Partial, Replicated, Sharded, State
 from nnscaler.runtime.cut_tensors import join_pieces, piece_of, pieces_of, place_piece
 from nnscaler.runtime.program.program_directory import describe_state
 from nnscaler.runtime.shards import assemble, local_shape, logical_coordinates, shard, unravel
-from nnscaler.runtime.tensor_bits import bits_of, same_bits
+from nnscaler.runtime.tensor_bits import bits_of, distance_of_copies, same_bits
 from tests.layouts import positions
 
 LAYOUTS: list[tuple[dict[str, State], dict[str, int], tuple[int, ...]]] = [
@@ -186,6 +186,22 @@ def test_bits() -> None:
     assert not same_bits(turns, turns.conj()) and not same_bits(turns.imag, turns.conj().imag)
     first, second = describe_state({"turns": turns, "conjugate": turns.conj()}).values()
     assert first.sha256 != second.sha256
+
+
+@pytest.mark.parametrize(
+    "one, other, distance",
+    [
+        (torch.tensor([1.0, torch.nan, torch.inf]), torch.tensor([1.5, torch.nan, torch.inf]), (1, 0.5)),
+        (torch.tensor([1.0, 2.0]), torch.tensor([torch.nan, 2.0]), (1, torch.inf)),
+        (torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0]), (1, 0.0)),
+        (torch.tensor([1 + 2j, 3 - 1j]), torch.tensor([1 + 2j, 3 - 1j]).conj(), (2, 4.0)),
+        (torch.tensor([1, 2]), torch.tensor([1.0, 4.0]), (1, 2.0)),
+        (torch.zeros(0), torch.zeros(0).double(), (0, 0.0)),
+    ],
+    ids=["same-nan", "nan", "sign-of-zero", "complex", "other-dtype", "empty"],
+)
+def test_distance_of_copies(one: torch.Tensor, other: torch.Tensor, distance: tuple[int, float]) -> None:
+    assert distance_of_copies(one, other) == distance == distance_of_copies(other, one)
 
 
 def test_positions_are_row_major() -> None:

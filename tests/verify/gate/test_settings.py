@@ -11,6 +11,7 @@ from nnscaler.cli.commands.verify_external import external_request
 from nnscaler.cli.commands.verify_plan import plan_request
 from nnscaler.cli.main import build_parser
 from nnscaler.errors import NnscalerError
+from nnscaler.ir.precision import FLOATS
 from nnscaler.plan_source import plan_source
 from nnscaler.planning.auto_plan_request import AutoPlan
 from tests.verify.gate.results import report
@@ -18,7 +19,7 @@ from verify.gate.items import OpItem, OpSource, check_names, select
 from verify.gate.settings import EXAMPLE, GateSettings, read_settings
 from verify.gate.verify_item import perform_item
 from verify.operators.run.cache import Cache
-from verify.programs.request import BACKENDS, DTYPES, PlanRequest
+from verify.programs.request import BACKENDS, PlanRequest
 from verify.programs.subject import RunContext
 from verify.results.report import Report
 
@@ -118,7 +119,7 @@ def test_the_text_alone_is_read_first(folder: Path, monkeypatch: pytest.MonkeyPa
 def test_choices_are_those_of_verify_plan(folder: Path) -> None:
     text = '[tool.nnscaler.gate]\n[[tool.nnscaler.gate.models]]\nmodel = "m.py"\nplans = [{{ ranks = 2, {} = "{}" }}]\n'
     plain = settings(text.format("dtype", "float64")).plans[0].request
-    for name, values in (("dtype", DTYPES), ("backend", BACKENDS)):
+    for name, values in (("dtype", FLOATS), ("backend", BACKENDS)):
         for value in values:
             assert settings(text.format(name, value)).plans[0].request == replace(plain, **{name: value})  # type: ignore[arg-type]
     assert refused(text.format("dtype", "float46")).help == "did you mean float64?"

@@ -22,8 +22,9 @@ from verify.evidence.inputs.concrete_call import (
     with_tensors,
 )
 from verify.evidence.inputs.draw_calls import builtin_call
+from verify.evidence.smt.check_choice import BoundedResult
 from verify.evidence.smt.decide_equality import Limits
-from verify.evidence.smt.prove import BoundedProof, Target, prove_bounded
+from verify.evidence.smt.prove import Target, prove_bounded
 
 
 def spec_of(name: str) -> OperatorSpec:
@@ -59,21 +60,21 @@ def targets_of(signature: Signature) -> list[Target]:
     return [*first, *signature.linear]
 
 
-def prove(spec: OperatorSpec, concrete: ConcreteCall, target: Target, limits: Limits | None = None) -> BoundedProof:
+def prove(spec: OperatorSpec, concrete: ConcreteCall, target: Target, limits: Limits | None = None) -> BoundedResult:
     return prove_bounded(spec, bound(spec, concrete), concrete, [target], limits)[target]
 
 
 def prove_function(
     function: Callable[..., Any], annotation: str, target: Target, *args: Any, **rest: Any
-) -> BoundedProof:
+) -> BoundedResult:
     spec = function_spec(function, annotation, **rest)
     return prove(spec, call_of("mine", *args), target)
 
 
-def proofs_of(name: str) -> dict[tuple[str, Target], BoundedProof]:
+def proofs_of(name: str) -> dict[tuple[str, Target], BoundedResult]:
     """Of every sample of a built-in operator."""
     spec = spec_of(name)
-    found: dict[tuple[str, Target], BoundedProof] = {}
+    found: dict[tuple[str, Target], BoundedResult] = {}
     for sample in samples_of(name):
         concrete = sample_call(sample)
         signature = bound(spec, concrete)

@@ -28,9 +28,9 @@ from tests.verify.op_proofs_bounded.operators import (
 )
 from verify.evidence.inputs.concrete_call import ConcreteCall
 from verify.evidence.smt import choice_equations, shard_equations
+from verify.evidence.smt.check_choice import BoundedResult
 from verify.evidence.smt.decide_equality import Limits
 from verify.evidence.smt.element_arithmetic import Numbers
-from verify.evidence.smt.prove import BoundedProof
 from verify.evidence.smt.semantics.element_arrays import Array
 from verify.evidence.smt.shard_equations import Pairs
 
@@ -41,7 +41,7 @@ def ids(high: int, *shape: int) -> Tensor:
     return torch.randint(0, high, shape, generator=torch.Generator().manual_seed(1))
 
 
-def refuted(proof: BoundedProof) -> None:
+def refuted(proof: BoundedResult) -> None:
     assert not proof.proved
     assert proof.counter_example is not None, proof.reason
 
@@ -63,7 +63,7 @@ def embedding_call() -> ConcreteCall:
     return call_of("aten.embedding.default", floats(12, 5), ids(12, 4, 3), 5)
 
 
-def split_vocabulary(hook: Hook) -> BoundedProof:
+def split_vocabulary(hook: Hook) -> BoundedResult:
     return prove(hooked("aten.embedding.default", hook), embedding_call(), "v")
 
 
@@ -143,7 +143,7 @@ def test_slice_of_rank_0_on_all_ranks() -> None:
 
         return rewritten
 
-    def proof(first: Callable[[Expression], Expression]) -> BoundedProof:
+    def proof(first: Callable[[Expression], Expression]) -> BoundedResult:
         arguments = (floats(12), floats(12))
         given = {"localize": hook(first), "contiguous": frozenset({"n"})}
         return prove_function(biased, "n, m^ -> n", "n", *arguments, **given)

@@ -115,9 +115,7 @@ def test_what_a_proof_says() -> None:
     proof = prove(spec_of("aten.embedding.default"), call_of("aten.embedding.default", weight, ids, 5), "v")
     assert proof.proved
     assert proof.gradients == "computed"  # padding_idx is no derivative, so no theorem would do
-    assert proof.sizes["v"] == 6  # three shards of two rows, and two of three
     assert proof.counter_example is None
-    assert 0 < proof.seconds < 5
 
 
 def test_softmax_of_rows_and_not_of_columns() -> None:

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 from torch._decomp import core_aten_decompositions
 
+from op_registry.call import dtype_name
+
 from tests.sampling import every
 from tests.verify.op_proofs_bounded.calls import CALLS, Call, draw, wants_gradient
-from verify.evidence.inputs.concrete_call import dtype_name, outputs_of
+from verify.evidence.inputs.concrete_call import outputs_of
 from verify.evidence.smt import interpret as interpreter
 from verify.evidence.smt.element_arithmetic import Numbers, Unsupported, literal
 from verify.evidence.smt.interpret import RULES, interpret

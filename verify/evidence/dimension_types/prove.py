@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch.fx.experimental._config as symbolic_config
@@ -47,12 +48,12 @@ from verify.evidence.dimension_types.states import (
     equal,
     join,
     mentions,
-    product,
     substituted,
 )
-from verify.evidence.dimension_types.symbolic_call import SymbolicCall, make_symbolic, quiet
+from verify.evidence.dimension_types.symbolic_call import SymbolicCall, make_symbolic
 from verify.evidence.dimension_types.trace import Trace, record, simplified
 from verify.evidence.inputs.concrete_call import ConcreteCall, function_of
+from verify.evidence.operator_trace import quiet
 from verify.results.verdict import Condition
 
 SECONDS = 3.0  # of processor time, for one call
@@ -298,7 +299,7 @@ def _shard(operand: BoundOperand, together: Sequence[str], dim: int, call: Symbo
     if operand.dims[dim].concat:
         return Shard(dim, 1, tuple(sizes))
     at = next(i for i, f in enumerate(operand.dims[dim].factors) if f.identifier in together)
-    return Shard(dim, product(sizes[:at]))
+    return Shard(dim, prod(sizes[:at]))
 
 
 def _outputs_differ(

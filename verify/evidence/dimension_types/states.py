@@ -18,7 +18,7 @@ in rising order. So what is proved of `Shard` holds for every number of parts, e
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -74,14 +74,6 @@ def substituted(value: Any, replacements: Mapping[Any, Any]) -> Any:
     if isinstance(value, dict):
         return {key: substituted(item, replacements) for key, item in value.items()}
     return value
-
-
-def product(sizes: Iterable[Size]) -> Size:
-    """Return the product of the sizes."""
-    result: Size = 1
-    for size in sizes:
-        result = result * size
-    return result
 
 
 @lru_cache(maxsize=65536)

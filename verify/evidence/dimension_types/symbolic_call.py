@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -21,7 +19,7 @@ from torch.utils._sympy.value_ranges import ValueRanges
 
 from op_registry.annotation.bind_sizes import BoundAnnotation
 from op_registry.bind_annotation import size_arguments
-from op_registry.call import Call, TensorArgument
+from op_registry.call import Call, TensorArgument, map_instances
 
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.runtime.start_autograd import start_autograd
@@ -102,21 +100,6 @@ class World:
         with self.mode:
             made = torch.empty(list(sizes), dtype=dtype, device="cpu")
         return made.requires_grad_(gradient)
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Silence torch's log of what fake tensors cannot do: a proof says it."""
-    names = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
-    loggers = [logging.getLogger(name) for name in names]
-    before = [logger.disabled for logger in loggers]
-    for logger in loggers:
-        logger.disabled = True
-    try:
-        yield
-    finally:
-        for logger, disabled in zip(loggers, before, strict=True):
-            logger.disabled = disabled
 
 
 @dataclass(frozen=True)
@@ -207,10 +190,6 @@ def resized(signature: Signature, bound: BoundAnnotation, sizes: Mapping[str, in
     ]
 
     def convert(value: Any) -> Any:
-        if isinstance(value, TensorArgument):
-            return TensorArgument(value.index, shapes[value.index], value.dtype)
-        if isinstance(value, list | tuple):
-            return type(value)(convert(item) for item in value)
-        return value
+        return map_instances(value, TensorArgument, lambda t: TensorArgument(t.index, shapes[t.index], t.dtype))
 
-    return Call(call.operator, tuple(map(convert, call.args)), {k: convert(v) for k, v in call.kwargs.items()})
+    return Call(call.operator, convert(call.args), {k: convert(v) for k, v in call.kwargs.items()})

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from op_registry.call import AxisArgument, Call, DType, TensorArgument
+from op_registry.call import AxisArgument, Call, DType, TensorArgument, dtype_name, map_leaves
 from op_registry.rank_expression import Expression
 from op_registry.spec import OperatorSpec
 
@@ -47,12 +47,10 @@ def make_call(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], kind: s
             return TensorArgument(len(tensors) - 1, tuple(value.shape), dtype_name(value.dtype))
         if isinstance(value, torch.dtype):
             return DType(dtype_name(value))
-        if isinstance(value, list | tuple):
-            return type(value)(convert(item) for item in value)
         return value
 
-    call_args = tuple(convert(a) for a in args)
-    call_kwargs = {key: convert(value) for key, value in kwargs.items()}
+    call_args = map_leaves(tuple(args), convert)
+    call_kwargs = {key: map_leaves(value, convert) for key, value in kwargs.items()}
     return ConcreteCall(Call(name, call_args, call_kwargs), tuple(tensors), kind)
 
 
@@ -76,11 +74,10 @@ def with_tensors(
         if isinstance(value, DType):
             named: torch.dtype = getattr(torch, value.name)
             return dtype if named.is_floating_point else named
-        if isinstance(value, list | tuple):
-            return type(value)(convert(item) for item in value)
         return value
 
-    return [convert(a) for a in call.args], {key: convert(value) for key, value in call.kwargs.items()}
+    kwargs = {key: map_leaves(value, convert) for key, value in call.kwargs.items()}
+    return map_leaves(list(call.args), convert), kwargs
 
 
 _DEFINED_BY = MappingProxyType({"transformers": "transformers.integrations.moe"})  # importing it defines operators
@@ -110,21 +107,21 @@ def function_of(name: str, spec: OperatorSpec | None) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
+def flat(result: Any) -> list[Any]:
+    """Flatten nested lists in an operator's result."""
+    if isinstance(result, list | tuple):
+        return [item for part in result for item in flat(part)]
+    return [result]
+
+
 def outputs_of(result: Any) -> tuple[Tensor | None, ...]:
     """Flatten an operator's result to one entry per output; None for each entry that is not a tensor."""
-    if isinstance(result, list | tuple):
-        flat: list[Tensor | None] = []
-        for item in result:
-            flat += outputs_of(item) if isinstance(item, list | tuple) else [item if isinstance(item, Tensor) else None]
-        return tuple(flat)
-    return (result if isinstance(result, Tensor) else None,)
+    return tuple(item if isinstance(item, Tensor) else None for item in flat(result))
 
 
 def plain_of(result: Any) -> tuple[Any, ...]:
     """Return the entries of an operator's result that are not tensors, in order."""
-    if isinstance(result, list | tuple):
-        return tuple(value for item in result for value in plain_of(item))
-    return () if isinstance(result, Tensor) else (result,)
+    return tuple(item for item in flat(result) if not isinstance(item, Tensor))
 
 
 def with_outputs(call: Call, outputs: Sequence[Tensor | None]) -> Call:
@@ -133,8 +130,3 @@ def with_outputs(call: Call, outputs: Sequence[Tensor | None]) -> Call:
         None if t is None else TensorArgument(i, tuple(t.shape), dtype_name(t.dtype)) for i, t in enumerate(outputs)
     )
     return Call(call.operator, call.args, call.kwargs, described)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return torch's name without the prefix."""
-    return str(dtype).removeprefix("torch.")

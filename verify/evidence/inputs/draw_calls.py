@@ -7,8 +7,9 @@ its own, so that a mix-up of dims shows.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any, Literal
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from op_registry.annotation.bind_sizes import BoundAnnotation
 from op_registry.annotation.syntax_tree import Annotation, Concat, Dim, Group, Identifier, Integer, Opaque, Operand
 from op_registry.annotation.well_formed import parse_checked, tied_identifiers
-from op_registry.call import DType, TensorArgument
+from op_registry.call import DType, TensorArgument, map_leaves
 from op_registry.samples import Sample, replace_tensors
 from op_registry.samples.sample import Tensor as SampleTensor
 from op_registry.spec import OperatorSpec
@@ -196,19 +197,15 @@ def resize(concrete: ConcreteCall, bound: BoundAnnotation, sizes: Mapping[str, i
             tensor = view.flatten(number, number + len(dim.factors) - 1)
         tensors.append(tensor)
     given = iter(tensors)
-    args = [_replace_tensors(a, given) for a in concrete.call.args]
-    kwargs = {key: _replace_tensors(value, given) for key, value in concrete.call.kwargs.items()}
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, TensorArgument):
+            return next(given)
+        return getattr(torch, value.name) if isinstance(value, DType) else value
+
+    args = map_leaves(concrete.call.args, replaced)
+    kwargs = {key: map_leaves(value, replaced) for key, value in concrete.call.kwargs.items()}
     return make_call(concrete.call.operator, args, kwargs)
-
-
-def _replace_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
-    if isinstance(value, TensorArgument):
-        return next(tensors)
-    if isinstance(value, DType):
-        return getattr(torch, value.name)
-    if isinstance(value, list | tuple):
-        return type(value)(_replace_tensors(item, tensors) for item in value)
-    return value
 
 
 def dims_of(sizes: Iterable[str]) -> int:
@@ -236,10 +233,7 @@ def _dim_size(dim: Dim, sizes: Mapping[str, int]) -> int:
     if isinstance(dim, Concat):
         return sum(sizes[part.name] for part in dim.parts)
     assert isinstance(dim, Group)
-    size = 1
-    for factor in dim.factors:
-        size *= factor.size if isinstance(factor, Integer) else sizes[factor.name]
-    return size
+    return prod(factor.size if isinstance(factor, Integer) else sizes[factor.name] for factor in dim.factors)
 
 
 def _parameters(spec: OperatorSpec, inputs: int) -> list[inspect.Parameter]:

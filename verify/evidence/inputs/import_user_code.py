@@ -12,10 +12,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 
-from nnscaler.errors import NnscalerError, SourceLocation, exit_call
+from nnscaler.errors import GUARD_MAIN, NnscalerError, SourceLocation, exit_call
 from nnscaler.is_user_file import is_users
-
-_GUARD_MAIN = 'put what a script does under: if __name__ == "__main__":'
 
 
 def load_file(file: str | Path) -> ModuleType:
@@ -63,7 +61,7 @@ def _guarded(load: Callable[[], ModuleType], what: str, folder: Path | None) -> 
         raise
     except SystemExit as stop:
         message = f"{what} calls {exit_call(stop)} when imported"
-        raise NnscalerError("import_failed", message, help=_GUARD_MAIN) from None
+        raise NnscalerError("import_failed", message, help=GUARD_MAIN) from None
     except ModuleNotFoundError as error:
         help = "it is searched as Python would, and in the current folder" if folder is None else None
         raise NnscalerError("import_failed", f"cannot import {what}: {error}", _place(error), help) from error

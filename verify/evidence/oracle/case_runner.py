@@ -14,7 +14,7 @@ import torch
 
 from op_registry.annotation.well_formed import parse_checked
 from op_registry.bind_annotation import bind_call, linear_sets, size_arguments
-from op_registry.call import Call
+from op_registry.call import Call, dtype_name
 from op_registry.registry import default_registry
 from op_registry.samples import samples_of
 from op_registry.spec import OperatorSpec, Refusal
@@ -24,7 +24,7 @@ from nnscaler.ir.legal_layout import explain_illegal
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Split
 from nnscaler.runtime.training.autocast import AskedDtypes
-from verify.evidence.inputs.concrete_call import ConcreteCall, dtype_name, function_of, with_outputs, with_tensors
+from verify.evidence.inputs.concrete_call import ConcreteCall, function_of, with_outputs, with_tensors
 from verify.evidence.inputs.draw_calls import builtin_call, choose_sizes, from_annotation, resize, sample_calls
 from verify.evidence.inputs.draw_values import refill, varied, with_sentinels
 from verify.evidence.inputs.meta_preflight import remembers, succeeds, tried_on_meta

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from verify.evidence.oracle.run_whole_operator import WholeRun, as_leaves, gradi
 from verify.evidence.oracle.tolerance import Bound
 from verify.evidence.oracle.wrong_result_variants import Variant, variants_of
 from verify.evidence.verify_op_options import Safeguards
-from verify.results.tolerance import TensorDifference, difference, largest
+from verify.results.tolerance import TensorDifference, difference, family_scale, largest
 
 AXES = ("shards", "groups")
 
@@ -179,11 +180,10 @@ def _shard_leaves(whole: WholeRun, partition: Partition, generator: torch.Genera
         spread(t if t.dtype == whole.dtype or not t.is_floating_point() else t.to(whole.dtype), lay, generator)
         for t, lay in zip(whole.concrete.tensors, partition.inputs, strict=True)
     ]
-    count = 1
-    for parts in partition.parts:
-        count *= parts
     unwanted = whole.without_gradient
-    return [as_leaves([column[rank] for column in columns], whole.dtype, unwanted) for rank in range(count)]
+    return [
+        as_leaves([column[rank] for column in columns], whole.dtype, unwanted) for rank in range(prod(partition.parts))
+    ]
 
 
 def run_shards(
@@ -351,7 +351,7 @@ def _growth(totals: Sequence[Tensor | None], lays: Sequence[Lay], pieces: Sequen
     for index, (total, lay) in enumerate(zip(totals, lays, strict=True)):
         if total is None or not lay.summed or not total.numel():
             continue
-        terms = max((largest(p) for part in pieces if (p := part[index]) is not None), default=0.0)
+        terms = family_scale(part[index] for part in pieces)
         found = max(found, terms / max(largest(total), 1e-6))
     return found
 

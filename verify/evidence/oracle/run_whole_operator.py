@@ -16,7 +16,7 @@ from torch import Tensor
 
 from verify.evidence.inputs.concrete_call import ConcreteCall, outputs_of, plain_of, with_tensors
 from verify.evidence.inputs.draw_values import as_special
-from verify.results.tolerance import is_finite, largest
+from verify.results.tolerance import family_scale, is_finite
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class WholeRun:
     @cached_property
     def gradient_scale(self) -> float:
         """The largest absolute value in all gradients."""
-        return max((largest(g) for g in self.gradients if g is not None), default=0.0)
+        return family_scale(self.gradients)
 
     @property
     def comparable(self) -> bool:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from verify.evidence.oracle.run_whole_operator import WholeRun
-from verify.results.tolerance import FAMILY_SHARE, is_finite, largest, largest_beside_fill
+from verify.results.tolerance import FAMILY_SHARE, is_finite, largest_beside_fill, largest_finite
 
 UNITS = 64.0  # the worst of 23,000 correct float64 cases was 14 units of the largest value
 NOISE_FACTOR = 16.0
@@ -69,14 +69,13 @@ def noise(low: WholeRun, exact: WholeRun) -> float:
     """Measure how far a run in lower precision is from the float64 run, relative to each tensor's largest value."""
     worst, fill = 0.0, _fill(exact)
     pairs = [*zip(low.outputs, exact.outputs, strict=True), *zip(low.gradients, exact.gradients, strict=True)]
-    scale = max((largest(g) for g in exact.gradients if g is not None), default=0.0)
     for found, right in pairs:
         if found is None or right is None or not (right.is_floating_point() or right.is_complex()) or not right.numel():
             continue
         if found.shape != right.shape or not is_finite(found):
             return float("inf")
         filled = right.abs() > fill  # with another number in another dtype
-        reference = max(largest_beside_fill(right, filled, fill), FAMILY_SHARE * scale)
+        reference = max(largest_beside_fill(right, filled, fill), FAMILY_SHARE * exact.gradient_scale)
         if reference > 0:
             worst = max(worst, float((found.to(right.dtype) - right).abs().where(~filled, 0.0).max()) / reference)
     return worst
@@ -85,7 +84,7 @@ def noise(low: WholeRun, exact: WholeRun) -> float:
 def _fill(run: WholeRun) -> float:
     """Return the number beyond which one is no result of what was drawn for this run."""
     drawn = (*run.concrete.tensors, *run.cotangents)
-    return BEYOND_DRAWN * max([1.0, *(largest(t[torch.isfinite(t)]) for t in drawn if t is not None)])
+    return BEYOND_DRAWN * max([1.0, *(largest_finite(t) for t in drawn if t is not None)])
 
 
 def float64_bound(low: WholeRun | None, exact: WholeRun, moved: WholeRun | None = None) -> Bound:

@@ -28,6 +28,8 @@ _ROUNDED = "differs by no more than the floats of the code are rounded"
 class BoundedResult:
     """The result of checking one choice.
 
+    reason           why it is not proved
+    counter_example  a place, the values of the inputs there, and what came out, confirmed by exact arithmetic
     gradients        "computed", "by theorem" or "none"
     depends_on_rank  the rewritten call does
     constant         no output depends on an input, so that little is proved

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from op_registry.bind_annotation import localise
 from op_registry.call import Call, TensorArgument
-from op_registry.rank_expression import Expression
+from op_registry.rank_expression import depends_on_rank
 from op_registry.spec import OperatorSpec
 
 from nnscaler.ir.derive_operand_layouts import input_states, output_states, shards_of
@@ -73,16 +72,9 @@ def trace_ranks(
         Blank(local_shape(state, parts, b.shape), b.dtype, b.gradient)
         for b, state in zip(traced.blanks, states_in, strict=True)
     ]
-    if not depends_on_rank((call.args, tuple(call.kwargs.values()))):
+    if not depends_on_rank((call.args, call.kwargs)):
         return [_record(spec, call, blanks, {AXIS: 0})] * parts, False
     return [_record(spec, call, blanks, {AXIS: rank}) for rank in range(parts)], True
-
-
-def depends_on_rank(value: Any) -> bool:
-    """Return whether an argument is computed from the rank's coordinates."""
-    if isinstance(value, list | tuple):
-        return any(depends_on_rank(item) for item in value)
-    return isinstance(value, Expression)
 
 
 def _record(spec: OperatorSpec, call: Call, blanks: Sequence[Blank], coordinates: dict[str, int]) -> StorageTrace:

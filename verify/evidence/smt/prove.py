@@ -12,9 +12,8 @@ kinks (ties of a maximum) nothing.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 from op_registry.bind_annotation import bind_call, linear_sets
 from op_registry.call import Call, TensorArgument
@@ -36,25 +35,6 @@ STEPS = 5_000_000  # for one target
 CONTIGUOUS = 6  # the size of a split identifier: 3 shards of 2, and 2 shards of 3
 
 
-@dataclass(frozen=True, slots=True)
-class BoundedProof:
-    """The result of a bounded proof.
-
-    reason           why it is not proved
-    sizes            of the identifiers in the last call that was examined
-    seconds          of processor time
-    counter_example  a place, the values of the inputs there, and what came out, confirmed by exact arithmetic
-    gradients        "computed", "by theorem" or "none"
-    """
-
-    proved: bool
-    reason: str = ""
-    sizes: Mapping[str, int] = field(default_factory=dict)
-    seconds: float = 0.0
-    counter_example: Mapping[str, str] | None = None
-    gradients: str = ""
-
-
 def prove_bounded(
     spec: OperatorSpec,
     signature: Signature,
@@ -62,22 +42,20 @@ def prove_bounded(
     targets: Sequence[Target],
     limits: Limits | None = None,
     steps: float = STEPS,
-) -> dict[Target, BoundedProof]:
+) -> dict[Target, BoundedResult]:
     """Prove, for each identifier (of `signature.bound`) and each linear set, that splitting it is right for all values.
 
     `concrete` is the call that `signature` was bound to. `steps`: for each target. Never raises: a failure is a reason.
     """
-    found: dict[Target, BoundedProof] = {}
+    found: dict[Target, BoundedResult] = {}
     prover = _OperatorProver(spec, signature, concrete, limits or Limits())
     for target in targets:
-        started = time.thread_time()
         try:
-            proof = prover.prove(target, ProofBudget(steps))
+            found[target] = prover.prove(target, ProofBudget(steps))
         except Unsupported as reason:
-            proof = BoundedProof(False, str(reason))
+            found[target] = BoundedResult(False, str(reason))
         except Exception as error:  # noqa: BLE001 - whatever goes wrong in a proof attempt, nothing is proved
-            proof = BoundedProof(False, _first_line(error))
-        found[target] = replace(proof, seconds=time.thread_time() - started)
+            found[target] = BoundedResult(False, _first_line(error))
     return found
 
 
@@ -91,7 +69,7 @@ class _OperatorProver:
         self.limits = limits
         self.traced: list[tuple[Call, TracedCall | Exception]] = []
 
-    def prove(self, target: Target, work: ProofBudget) -> BoundedProof:
+    def prove(self, target: Target, work: ProofBudget) -> BoundedResult:
         if self.signature.bound is None:
             raise Unsupported(self.signature.reason or "the operator has no annotation")
         if self.spec.random:
@@ -99,29 +77,24 @@ class _OperatorProver:
         if not self.concrete.compare:
             raise Unsupported("the values of its outputs are not defined")
         if isinstance(target, frozenset):  # two partial sums are enough: a third is added to the sum of the two
-            return self._one(RunPartial(target), (2,), {}, work)[0]
+            return self._one(RunPartial(target), (2,), {}, work)
         bound = self.signature.bound
         if target not in bound.sizes:
             raise Unsupported(f"the call has no identifier {target!r}")
         together = bound.tied.get(target, (target,))
         if len(together) > 1:  # a concatenation, whose parts stay unequal
-            return self._one(Split(target), (2,), {name: 2 * (2 + i) for i, name in enumerate(together)}, work)[0]
-        proof, dependent = self._one(Split(target), (3, 2), {target: CONTIGUOUS}, work)
+            return self._one(Split(target), (2,), {name: 2 * (2 + i) for i, name in enumerate(together)}, work)
+        proof = self._one(Split(target), (3, 2), {target: CONTIGUOUS}, work)
         if not proof.proved or target in self.spec.contiguous:
             return proof
-        parts = 3 if dependent else 2
-        strided, _ = self._one(Split(target, 2), (parts,), {target: 4 * parts}, work)
+        parts = 3 if proof.depends_on_rank else 2
+        strided = self._one(Split(target, 2), (parts,), {target: 4 * parts}, work)
         if strided.proved and proof.gradients == "by theorem":
             return proof
         return strided
 
-    def _one(
-        self, choice: Choice, parts: tuple[int, ...], sizes: dict[str, int], work: ProofBudget
-    ) -> tuple[BoundedProof, bool]:
-        """Prove one choice in all these numbers of parts, on the first small call that it can be made on.
-
-        Returns also whether the rewritten call depends on the rank.
-        """
+    def _one(self, choice: Choice, parts: tuple[int, ...], sizes: dict[str, int], work: ProofBudget) -> BoundedResult:
+        """Prove one choice in all these numbers of parts, on the first small call that it can be made on."""
         reason, weak = "", None
         for call in variants(self.spec, self.signature, sizes):
             traced = self._trace(call)
@@ -133,23 +106,19 @@ class _OperatorProver:
                 reason = reason or explain_illegal_choice(traced.signature, choice, parts[0]) or "shards are too small"
                 continue
             try:
-                proof, outcome = self._all_parts(traced, choice, legal, work)
+                proof = self._all_parts(traced, choice, legal, work)
             except NoCall as error:
                 reason = reason or str(error)
                 continue
-            if not proof.proved or not outcome.constant:
-                return proof, outcome.depends_on_rank
+            if not proof.proved or not proof.constant:
+                return proof
             weak = weak or proof  # other sizes may show more
         if weak is not None:
-            return weak, False
+            return replace(weak, depends_on_rank=False)
         raise Unsupported(reason or "no small call was found")
 
-    def _all_parts(
-        self, traced: TracedCall, choice: Choice, parts: Sequence[int], work: ProofBudget
-    ) -> tuple[BoundedProof, BoundedResult]:
+    def _all_parts(self, traced: TracedCall, choice: Choice, parts: Sequence[int], work: ProofBudget) -> BoundedResult:
         """Return the weakest outcome of all numbers of parts."""
-        bound = traced.signature.bound
-        assert bound is not None
         found: list[BoundedResult] = []
         for count in parts:
             found.append(_checked(traced, choice, count, self.limits, work))
@@ -159,8 +128,7 @@ class _OperatorProver:
         if last.proved and last.depends_on_rank and max(parts) < 3:
             last = BoundedResult(False, "the call depends on the rank, which two shards do not show")
         gradients = "by theorem" if any(o.gradients == "by theorem" for o in found) else last.gradients
-        shown = gradients if last.proved else ""
-        return BoundedProof(last.proved, last.reason, dict(bound.sizes), 0.0, last.counter_example, shown), last
+        return replace(last, gradients=gradients)
 
     def _trace(self, call: Call) -> TracedCall | Exception:
         """Return the whole operator on this call, and its annotation bound again; or why it is no call of the same

@@ -3,9 +3,7 @@ rules of their own, and a write through a view is seen by all others."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -16,8 +14,9 @@ from torch._decomp import core_aten_decompositions
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
+from op_registry.call import dtype_name
+
 from nnscaler.runtime.start_autograd import start_autograd
-from verify.evidence.inputs.concrete_call import dtype_name
 from verify.evidence.operator_trace import (
     AtenCall,
     NotTraceable,
@@ -26,6 +25,7 @@ from verify.evidence.operator_trace import (
     Recording,
     TensorUse,
     functional,
+    quiet,
 )
 from verify.evidence.smt.element_arithmetic import Unsupported
 
@@ -155,7 +155,7 @@ def record(function: Callable[..., Any], blanks: Sequence[Blank], prepare: Prepa
     """
     start_autograd()
     recorder, watch = OperatorRecorder(Recording(_describe, follow=decomposition_of)), _GradientWatch()
-    with _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
+    with quiet(), FakeTensorMode(allow_non_fake_inputs=True):
         inputs = [blank.make() for blank in blanks]
         args, kwargs = prepare(inputs)
         try:
@@ -211,18 +211,6 @@ def _place(tensor: TensorUse) -> StoragePlace:
 
 def _contents(tensor: Tensor) -> tuple[Any, ...]:
     return tuple(torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage()).tolist())
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence torch's log of what raises on fake tensors: it is an answer here, not an accident."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before = log.disabled
-    log.disabled = True
-    try:
-        yield
-    finally:
-        log.disabled = before
 
 
 class _Steps:

@@ -18,7 +18,7 @@ from verify.external.parameter_mapping import RankPiece, as_real, taken
 from verify.external.reference import PlainReference, data_part
 from verify.programs.causes.find_cause_of_wrong_tensor import cause_of
 from verify.programs.causes.wrong_tensor import VAGUE, Cause
-from verify.results.tolerance import FAMILY_SHARE, difference, largest
+from verify.results.tolerance import FAMILY_SHARE, difference, largest, largest_finite
 from verify.results.verdict import Verdict
 
 
@@ -116,7 +116,7 @@ def _gradients(run: ProgramRun, last: int) -> ComparisonResult:
     found: list[Difference] = []
     count, worst, name = 0, 0.0, "gradients"
     for number, step in enumerate(run.reference.steps[: last + 1]):
-        scale = _largest_finite(step.gradients)
+        scale = largest_finite(step.gradients)
         seen = [record.steps[number] for record in run.records]
         read = frozenset(name for one in seen for name in one.gradients if name not in one.unread)
         for record in run.records:
@@ -173,7 +173,7 @@ def _gradient(
 def _scale(run: ProgramRun, piece: RankPiece, values: Tensor, family: float) -> float:
     """Return the scale that makes a difference relative to the whole tensors: a shard itself may be small."""
     space = run.reference.space
-    whole = max((_largest_finite(taken(values, space.whole(name))) for name in piece.names), default=0.0)
+    whole = max((largest_finite(taken(values, space.whole(name))) for name in piece.names), default=0.0)
     return max(family, whole / FAMILY_SHARE)
 
 
@@ -243,11 +243,6 @@ def _same(one: RankPiece, other: RankPiece) -> bool:
     return a is not None and b is not None and torch.equal(a, b)
 
 
-def _largest_finite(tensor: Tensor) -> float:
-    finite = tensor[torch.isfinite(tensor)]
-    return largest(finite)
-
-
 # Parameters and buffers.
 
 
@@ -257,7 +252,7 @@ def _states(run: ProgramRun, kind: str, last: int) -> ComparisonResult:
     count, worst = 0, 0.0
     code = f"{kind}_differs"
     for number, step in enumerate(run.reference.steps[:last]):
-        scale = _largest_finite(step.parameters) if kind == "parameter" else 0.0
+        scale = largest_finite(step.parameters) if kind == "parameter" else 0.0
         for record in run.records:
             for piece in _compared(record, kind):
                 value = record.steps[number].state.get(piece.local)

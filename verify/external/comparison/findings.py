@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
+from nnscaler.errors import few
 from verify.external.comparison.comparison_records import ComparisonResult, Difference, ProgramRun
 from verify.programs.causes.wrong_tensor import Cause
 from verify.results.finding import Finding
@@ -89,8 +90,7 @@ def _listed(names: Sequence[str]) -> str:
     for name in names:
         generic.setdefault(re.sub(r"\b\d+\b", "*", name), []).append(name)
     shown = [members[0] if len(members) == 1 else f"{kind} ({len(members)})" for kind, members in generic.items()]
-    rest = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
-    return ", ".join(shown[:_SHOWN]) + rest
+    return few(shown, _SHOWN)
 
 
 def _ranges(ranks: Sequence[int]) -> str:

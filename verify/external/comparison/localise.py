@@ -15,13 +15,15 @@ the model's gradient and so has `up`'s: nothing is found there.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+from op_registry.call import instances_in
 
 from verify.external.observe_rank_run import modules_of, parallelised, rows_of, run_step
 from verify.external.parameter_mapping import clean_name, local_value
@@ -116,7 +118,7 @@ def _recorded(modules: Sequence[nn.Module]) -> Iterator[tuple[list[Seen], list[S
         kind = type(module).__name__
 
         def ended(_module: nn.Module, _inputs: object, output: object) -> None:
-            value = _first(output)
+            value = next((t for t in instances_in(output, Tensor) if t.is_floating_point()), None)
             if value is None or value.numel() > _LARGEST:
                 return
             forward.append(Seen(name, kind, _kept(value)))
@@ -138,14 +140,6 @@ def _recorded(modules: Sequence[nn.Module]) -> Iterator[tuple[list[Seen], list[S
 def _kept(value: Tensor) -> Tensor:
     kept = value.detach()
     return kept.clone() if isinstance(kept, DTensor) else local_value(kept).clone()
-
-
-def _first(output: object) -> Tensor | None:
-    """Return the first floating-point tensor in what a module returns."""
-    if isinstance(output, Tensor):
-        return output if output.is_floating_point() else None
-    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
-    return next((found for value in values if (found := _first(value)) is not None), None)
 
 
 def first_differences(

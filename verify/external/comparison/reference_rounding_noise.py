@@ -20,7 +20,7 @@ from verify.external.program import ExternalProgram
 from verify.external.reference import PlainReference, run_reference
 from verify.programs.low_precision.noise import NearTies, moved_model, rounded_model
 from verify.programs.low_precision.reassociation_mode import Reassociated
-from verify.results.tolerance import FLOAT64_BOUND, Key, difference, largest
+from verify.results.tolerance import FLOAT64_BOUND, Key, difference, largest_finite
 from verify.results.verdict import Verdict
 
 DRAWS = 3  # runs with moved parameters
@@ -111,7 +111,7 @@ def distances(run: PlainReference, truth: PlainReference) -> Iterator[tuple[Key,
             yield ("norm", number, ""), difference(found.norm.double(), right.norm.double()).relative
         families = (("gradient", found.gradients, right.gradients), ("parameter", found.parameters, right.parameters))
         for kind, a, b in families:
-            scale = largest(b[torch.isfinite(b)])
+            scale = largest_finite(b)
             for name in space.names:
                 whole = space.whole(name)
                 if len(whole):

@@ -20,10 +20,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from op_registry.call import map_leaves
 from op_registry.spec import SourceLocation
 
 from verify.evidence.dimension_types.trace import written
-from verify.evidence.operator_trace import arguments_of, flat, functional
+from verify.evidence.inputs.concrete_call import flat
+from verify.evidence.operator_trace import arguments_of, functional
 from verify.external.proof.rank_graph import CallOutput, Form, RecordedCall
 from verify.external.ranks.torch_private_trace import (
     autograd_sequence_number,
@@ -115,7 +117,7 @@ class GraphRecorder(TorchDispatchMode):
         is then made at once: a model of a hundred layers is traced in half the time.
         """
         modes = [t.fake_mode for t in flat([*args, *kwargs.values()]) if isinstance(t, FakeTensor)]
-        key = (func, _form_of(args), _form_of(tuple(sorted(kwargs.items()))))
+        key = (func, *(map_leaves(given, _form_of, tuple) for given in (args, sorted(kwargs.items()))))
         if func in _SEEN_AS and modes:
             return self._seen_as(func, args, kwargs, modes[0], (key, args[0].storage_offset()))
         known = self._results.get(key)
@@ -207,8 +209,6 @@ def _form_of(value: Any) -> Any:
     """Return an argument as a key, with forms for tensors."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype, value.device, type(value)
-    if isinstance(value, list | tuple):
-        return tuple(map(_form_of, value))
     return type(value), value if isinstance(value, Hashable) else repr(value)
 
 

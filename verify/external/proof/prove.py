@@ -162,9 +162,7 @@ def _undecided(reason: str, ranks: tuple[int, ...], seconds: Mapping[str, float]
 def _condition(program: ExternalProgram, axes: Sequence[Axis], label: int) -> str | Finding:
     """Return what the proof says of labels that do not count; a finding where the batch is not so."""
     text = f"every data part has as many labels that are not {label} as every other"
-    parts = 1
-    for axis in axes:
-        parts *= axis.size if axis.name in program.data_axes else 1
+    parts = prod(axis.size for axis in axes if axis.name in program.data_axes)
     for tensor in tree_leaves(program.batch()):
         if isinstance(tensor, Tensor) and tensor.ndim and not tensor.is_floating_point():
             ignored = [piece == label for piece in torch.tensor_split(tensor, parts)]

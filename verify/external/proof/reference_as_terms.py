@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from op_registry.call import map_leaves
+
 from verify.external.proof.call_normal_form import (
     ConstantForm,
     Identity,
@@ -186,14 +188,8 @@ def operand_order(call: OperatorForm, operands: Sequence[tuple[Fraction, int]]) 
 
 def parameters(call: OperatorForm) -> dict[str, Any]:
     """Return what is no tensor among the arguments, and does not follow from the result's sizes."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, CallOutput):
-            return "tensor"
-        return tuple(map(plain, value)) if isinstance(value, list | tuple) else value
-
     return {
-        name: plain(value)
+        name: map_leaves(value, lambda leaf: "tensor" if isinstance(leaf, CallOutput) else leaf, tuple)
         for name, value in call.arguments.items()
         if not isinstance(value, CallOutput) and name not in call.follows
     }

@@ -28,6 +28,8 @@ from typing import Any
 import sympy  # type: ignore[import-untyped]
 import torch
 
+from op_registry.call import map_leaves
+
 from nnscaler.layout import Axis
 from verify.evidence.dimension_types.rules.call_with_states import Operand, RuleCall
 from verify.evidence.dimension_types.states import (
@@ -111,11 +113,11 @@ class Lifting:
         def key_of(value: Any) -> Any:
             if isinstance(value, CallOutput):
                 return ("tensor", numbers[value])
-            return tuple(map(key_of, value)) if isinstance(value, list | tuple) else (type(value), repr(value))
+            return type(value), repr(value)
 
         key = (
             str(call.overload),
-            tuple((n, key_of(v)) for n, v in call.arguments.items()),
+            tuple((n, map_leaves(v, key_of, tuple)) for n, v in call.arguments.items()),
             tuple((n, repr(v)) for n, v in call.wholes.items()),
             tuple(call.operands.values()),
             call.outputs,

@@ -13,6 +13,8 @@ from fractions import Fraction
 from types import MappingProxyType
 from typing import Any
 
+from op_registry.call import map_leaves
+
 from verify.evidence.dimension_types.rules.call_with_states import Operand, RuleCall
 from verify.evidence.dimension_types.states import PARTIAL_SUM, SAME, PartialSum, Same, Unknown
 from verify.external.proof.call_normal_form import OperatorForm
@@ -94,9 +96,9 @@ class Factors:
             if isinstance(value, CallOutput):
                 i = next(made)
                 return Operand(forms[i].shape, forms[i].dtype, PARTIAL_SUM if i in together else SAME)
-            return tuple(map(convert, value)) if isinstance(value, list | tuple) else value
+            return value
 
-        arguments = {name: convert(value) for name, value in call.arguments.items()}
+        arguments = {name: map_leaves(value, convert, tuple) for name, value in call.arguments.items()}
         outputs = tuple(None if o is None else Operand(o.shape, o.dtype, Unknown()) for o in call.outputs)
         if any(o is not None and not o.dtype.is_floating_point for o in outputs):
             return (None,) * len(outputs)

@@ -19,6 +19,8 @@ from fractions import Fraction
 from math import isfinite
 from typing import Any
 
+from op_registry.call import map_leaves
+
 Shape = tuple[int, ...]
 Coefficient = Fraction
 UNIT = Fraction(1)
@@ -191,9 +193,11 @@ class Terms:
 
 def frozen(value: Any) -> Any:
     """Return a parameter as something that can be a key; floats and integers apart."""
-    if isinstance(value, list | tuple):
-        return tuple(map(frozen, value))
-    return (type(value).__name__, value) if isinstance(value, bool | int | float) else str(value)
+
+    def kept(leaf: Any) -> Any:
+        return (type(leaf).__name__, leaf) if isinstance(leaf, bool | int | float) else str(leaf)
+
+    return map_leaves(value, kept, tuple)
 
 
 def exact(value: float) -> Coefficient:

@@ -32,7 +32,7 @@ class AllWorks(BegunWork):
     """Several works as one."""
 
     def __init__(self, works: Sequence[Any]) -> None:
-        super().__init__()
+        super().__init__(tensor for work in works for tensor in work.result())
         self._works = list(works)
 
     def wait(self, timeout: Any = None) -> bool:
@@ -43,13 +43,6 @@ class AllWorks(BegunWork):
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
-
-    def result(self) -> list[Tensor]:
-        return [tensor for work in self._works for tensor in work.result()]
-
-    def get_future(self) -> Any:
-        self.wait()
-        return completed(self.result())
 
 
 class RankGroup(ProcessGroup):  # type: ignore[misc]
@@ -284,13 +277,6 @@ class RankGroup(ProcessGroup):  # type: ignore[misc]
         if tensor.numel() % size:
             raise ValueError(f"a tensor of shape {list(tensor.shape)} does not divide into {size} equal parts")
         return tensor.detach().view(size, -1).unbind()
-
-
-def completed(results: list[Tensor]) -> Any:
-    """Return a future that has its value: torch would run callbacks in whatever thread completes it."""
-    future: Any = torch.futures.Future()
-    future.set_result(results)
-    return future
 
 
 def _shapes(tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:

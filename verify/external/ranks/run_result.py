@@ -9,6 +9,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from op_registry.spec import SourceLocation
+
 from nnscaler.runtime.communication.communicator import CommunicationCall
 
 T = TypeVar("T")
@@ -88,6 +90,12 @@ class RanksFailed(Exception):
         self.rank = rank
         self.place = place
         self.by_rank: Mapping[int, str] = dict(by_rank)
+
+    @property
+    def where(self) -> SourceLocation | None:
+        """Return the place as a finding names it."""
+        file, _, line = (self.place or "").rpartition(":")
+        return SourceLocation(file, int(line), "") if file and line.isdigit() else None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _failed, (self.code, self.message, self.rank, self.place, dict(self.by_rank))

@@ -10,8 +10,9 @@ import importlib
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -69,7 +70,6 @@ def meshes_for_real() -> Iterator[None]:
     from torch.utils._python_dispatch import _disable_current_modes
 
     places: Any = ((dist, "init_device_mesh"), (dist.device_mesh, "init_device_mesh"), (_MESH, "__init__"))
-    before = [(owner, name, getattr(owner, name)) for owner, name in places]
 
     def real(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **named: Any) -> Any:
@@ -78,13 +78,10 @@ def meshes_for_real() -> Iterator[None]:
 
         return call
 
-    try:
-        for owner, name, original in before:
-            setattr(owner, name, real(original))
+    with ExitStack() as stack:
+        for owner, name in places:
+            stack.enter_context(patch.object(owner, name, real(getattr(owner, name))))
         yield
-    finally:
-        for owner, name, original in before:
-            setattr(owner, name, original)
 
 
 def forget_shardings() -> None:

@@ -10,8 +10,10 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from nnscaler.runtime.communication.communicator import CommunicationCall
 from verify.external.ranks.call_sites import is_program
@@ -32,14 +34,35 @@ class BegunLine:
 
 
 class BegunWork(Work):  # type: ignore[misc]
-    """A work that tells the line of its call that somebody waits; subclasses say so."""
+    """A work that tells the line of its call that somebody waits; subclasses say so, in `wait` and where they are asked
+    for the end. `results`: the tensors that it writes."""
 
     line: BegunLine | None = None
+
+    def __init__(self, results: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._results = list(results)
 
     def reached(self) -> None:
         """Note that somebody waits for the end, or asks for it."""
         if self.line is not None:
             self.line.waited = True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def result(self) -> list[Tensor]:
+        return self._results
+
+    def source_rank(self) -> int:
+        return int(self._source_rank())
+
+    def get_future(self) -> Any:
+        """Wait, and return a future that has its value: torch would run callbacks in whatever thread completes it."""
+        self.wait()
+        future: Any = torch.futures.Future()
+        future.set_result(self._results)
+        return future
 
 
 class BegunLines:

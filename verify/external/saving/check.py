@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from nnscaler.errors import few
 from nnscaler.tracing.float64_run import convert_floats
 from verify.external.differential_run import ExternalCase
 from verify.external.parameter_mapping import StateMap, as_real, state_of
@@ -151,9 +152,8 @@ def _judged(case: ExternalCase, form: CheckpointForm, tried: _Tried) -> SavingCh
     found = [_differs(case, form, one) for one in bad[:_SHOWN]]
     verdict = Verdict.REFUTED if bad else Verdict.TESTED_EXACT if compared and not lost else Verdict.INCONCLUSIVE
     if lost:
-        message = f"save_pretrained and from_pretrained of the plain model alone do not give back {', '.join(lost[:3])}"
-        more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
-        found.append(Finding("checkpoint_not_tried", message + more, case.program.where))
+        message = f"save_pretrained and from_pretrained of the plain model alone do not give back {few(lost)}"
+        found.append(Finding("checkpoint_not_tried", message, case.program.where))
     return SavingChecked((Check(form.name, verdict, len(compared), len(bad)),), tuple(found))
 
 

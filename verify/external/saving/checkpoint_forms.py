@@ -22,7 +22,7 @@ from verify.external.observe_rank_run import modules_of
 from verify.external.parameter_mapping import StateMap, clean_name, state_of
 from verify.external.program import ExternalProgram
 from verify.external.saving.save_then_load import CheckpointForm
-from verify.results.tolerance import difference, largest
+from verify.results.tolerance import difference, family_scale
 
 # torch.distributed.checkpoint
 
@@ -121,7 +121,7 @@ def _lost_alone(model: nn.Module, folder: Path) -> dict[str, float]:
     values = {name: tensor.detach().clone() for name, tensor, _ in state_of(mine)}
     mine.save_pretrained(str(folder))
     found = {name: tensor.detach() for name, tensor, _ in state_of(kind.from_pretrained(str(folder)))}
-    scale = max((largest(value) for value in values.values() if value.is_floating_point()), default=0.0)
+    scale = family_scale(value for value in values.values() if value.is_floating_point())
     return {
         name: difference(found[name].double(), value.double(), scale).relative
         if name in found and found[name].shape == value.shape

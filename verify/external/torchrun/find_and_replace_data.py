@@ -17,6 +17,7 @@ from nnscaler.tracing.float64_run import without_drop
 from verify.external.parameter_mapping import local_value
 from verify.external.torchrun.cuda_on_cpu import Tell, without_gpu
 from verify.external.torchrun.records import Settings, Tensors
+from verify.results.tolerance import largest
 
 Take = Callable[[str, Tensors], Tensors]  # kind of event, and what came in -> what is to be used
 _READS: frozenset[Any] = frozenset((Tensor.item, Tensor.__int__, Tensor.__float__, Tensor.tolist))
@@ -197,8 +198,7 @@ def close(one: Tensor, other: Tensor) -> bool:
         return torch.equal(one, other.to(one.dtype)) if not other.is_floating_point() else False
     wide = one.double() if one.is_floating_point() else one.to(torch.complex128)
     tolerance = 1e-9 if one.dtype == torch.float64 else 1e-5
-    scale = float(other.abs().max()) if other.numel() else 0.0
-    return bool(((wide - other).abs() <= tolerance * (scale + 1e-300)).all()) or torch.equal(one, other)
+    return bool(((wide - other).abs() <= tolerance * (largest(other) + 1e-300)).all()) or torch.equal(one, other)
 
 
 def varied(tensor: Tensor, part: int, number: int) -> Tensor:

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import torch
 
-from op_registry.spec import SourceLocation
-
 from nnscaler.errors import few
 from verify.external.ranks.keep_float64_in_backward import exact_throughout
 from verify.external.ranks.run_result import RanksFailed
@@ -222,10 +220,8 @@ def _failed(runner: ScriptRunner, failure: RanksFailed, double: bool) -> Outcome
     example |= {f"rank {rank}": text for rank, text in failure.by_rank.items() if text}
     output = runner.output()
     example |= {"output": output} if output else {}
-    file, _, line = (failure.place or "").rpartition(":")
-    where = SourceLocation(file, int(line), "") if file and line.isdigit() else None
     check = Check("ranks run to their end", verdict, 1, int(verdict is Verdict.REFUTED))
-    finding = Finding(code, message, where, example, help=help)
+    finding = Finding(code, message, failure.where, example, help=help)
     return (check,), (finding,), (), "float64" if double else "its own dtypes"
 
 

@@ -340,8 +340,3 @@ def _in_short(error: BaseException) -> str:
     lines = str(error).strip().splitlines() or [""]
     text = next((line.strip() for line in reversed(lines) if line.strip()), "")
     return f"{type(error).__name__}: {text}"[:240]
-
-
-def versions() -> dict[str, str]:
-    """Return the versions that a result depends on."""
-    return {"transformers": str(library().__version__), "torch": torch.__version__}

@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -152,22 +153,15 @@ def _recorded(
 @contextlib.contextmanager
 def _recording(cls: FunctionClass, calls: list[tuple[FunctionClass, tuple[Any, ...]]]) -> Iterator[None]:
     """Put a recorder in the place of `cls.forward`: autograd looks it up at every call."""
-    original, own = cls.forward, vars(cls).get("forward")
+    original = cls.forward
     skip = 0 if has_setup_context(cls) else 1
-    changed: Any = cls
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         calls.append((cls, tuple(_copy(a) for a in args[skip:])))
         return original(*args, **kwargs)
 
-    changed.forward = staticmethod(forward)
-    try:
+    with patch.object(cls, "forward", staticmethod(forward)):
         yield
-    finally:
-        if own is None:
-            del changed.forward
-        else:
-            changed.forward = own
 
 
 def _copy(value: Any) -> Any:

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from op_registry.call import dtype_name
 from op_registry.numbers_in_user_code import numbers_in
 from op_registry.spec import OperatorSpec
 
-from verify.evidence.inputs.concrete_call import ConcreteCall, dtype_name, function_of
+from verify.evidence.inputs.concrete_call import ConcreteCall, function_of
 from verify.operators.audit.backward_culprit import Blame, find_wrong
 from verify.operators.audit.central_differences import (
     BESIDE,

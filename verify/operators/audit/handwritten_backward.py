@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -154,11 +155,8 @@ def _saved_values_seen(found: list[Handwritten]) -> Iterator[None]:
             found.append(Handwritten("hook", "saved tensor hook", where))
         enter(hooks)
 
-    saved_tensors_hooks.__enter__ = noted  # type: ignore[method-assign]
-    try:
+    with patch.object(saved_tensors_hooks, "__enter__", noted):
         yield
-    finally:
-        saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
 
 
 _TORCH = str(Path(torch.__file__).parent)

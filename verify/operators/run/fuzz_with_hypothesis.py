@@ -16,7 +16,7 @@ from nnscaler.ir.placement import Choice, RunPartial, Split
 from verify.evidence.oracle.case_runner import CaseResult, OperatorRunner, WholeRaised
 from verify.evidence.oracle.enumerate_cases import Base, Target, Unusable, bases
 from verify.evidence.split_case import SplitCase
-from verify.evidence.verify_op_options import OpOptions
+from verify.evidence.verify_op_options import KINDS, OpOptions
 from verify.operators.run.job import Job
 from verify.operators.run.run_job import Reproduce, verify_job
 from verify.operators.verify_spec import refutation
@@ -25,7 +25,6 @@ from verify.results.report import Check, Report
 from verify.results.verdict import Verdict
 
 EXAMPLES = 500
-KINDS = ("integers", "normal", "sparse")
 DTYPES = ("float64", "float64", "float64", "float32", "bfloat16")
 NAME = "drawn by hypothesis"
 

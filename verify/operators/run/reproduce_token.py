@@ -12,6 +12,7 @@ from shlex import quote
 from typing import Any, get_args
 
 from nnscaler.ir.placement import Choice, RunPartial, Split
+from nnscaler.records_as_json import with_tuples
 from verify.evidence.split_case import Inputs, SplitCase
 from verify.evidence.verify_op_options import Kind
 from verify.results.packed_json import WordKind
@@ -100,7 +101,7 @@ def _choice(choice: Choice) -> dict[str, Any]:
 
 
 def _read_case(document: Mapping[str, Any]) -> SplitCase:
-    inputs = Inputs(**{"sample": None, **{name: _tuples(value) for name, value in document["inputs"].items()}})
+    inputs = Inputs(**{"sample": None, **{name: with_tuples(value) for name, value in document["inputs"].items()}})
     if inputs.kind not in get_args(Kind):
         raise ValueError("kind")
     choices = tuple(_read_choice(choice) for choice in document["choices"])
@@ -108,10 +109,6 @@ def _read_case(document: Mapping[str, Any]) -> SplitCase:
     if len(choices) != len(parts) or not choices:
         raise ValueError("parts")
     return SplitCase(inputs, choices, parts, bool(document["uneven"]))
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
 
 
 def _read_choice(document: Mapping[str, Any]) -> Choice:

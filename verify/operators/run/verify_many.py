@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nnscaler.errors import NnscalerError
+from nnscaler.errors import NnscalerError, few
 from verify.evidence.inputs.find_operator import find_record
 from verify.evidence.prove_tested_claims import SPENT
 from verify.evidence.verify_op_options import OpOptions
@@ -248,8 +248,7 @@ def _table(title: str, rows: dict[str, list[str]]) -> list[StyledLine]:
     width = min(max(map(len, rows)), 60)
     lines = [plain(f"{title}:", "strong")]
     for key, names in rows.items():
-        more = f" and {len(names) - OTHERS} more" if len(names) > OTHERS else ""
-        lines.append(plain(f"  {key:<{width}}  {', '.join(names[:OTHERS])}{more}"))
+        lines.append(plain(f"  {key:<{width}}  {few(names, OTHERS)}"))
     return [*lines, plain("")]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from op_registry.call import Call, DType
+from op_registry.call import Call, DType, instances_in
 
 from verify.evidence.inputs.concrete_call import ConcreteCall, outputs_of, with_tensors
 from verify.evidence.inputs.draw_values import random_terms, refill
@@ -172,13 +172,7 @@ def _gradients(
 
 def _casts(call: Call) -> bool:
     """Return whether an argument names a floating dtype, to which the call may round."""
-
-    def floating(value: object) -> bool:
-        if isinstance(value, DType):
-            return bool(getattr(torch, value.name).is_floating_point)
-        return isinstance(value, list | tuple) and any(floating(v) for v in value)
-
-    return any(floating(v) for v in (*call.args, *call.kwargs.values()))
+    return any(getattr(torch, d.name).is_floating_point for d in instances_in((call.args, call.kwargs), DType))
 
 
 def _real(tensor: Tensor) -> bool:

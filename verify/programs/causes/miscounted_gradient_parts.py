@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
+from nnscaler.errors import few
 from verify.programs.causes.wrong_tensor import Part, WrongTensor
 
 
@@ -52,7 +53,6 @@ def _words(weights: Mapping[Part, float], rank: int) -> str:
         return f"rank {rank} has only its own part: the sum over ranks {everyone} is missing, or nobody waits for it"
     if ranks:
         return f"the parts of rank {', '.join(map(str, ranks))} are missing"
-    shown = ", ".join(f"micro-batch {key[2]} of rank {key[1]}" for key in missing[:3])
-    more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+    shown = few([f"micro-batch {key[2]} of rank {key[1]}" for key in missing])
     early = ": the sum over ranks does not wait for every backward" if last in micros else ""
-    return f"it misses {shown}{more}{early}"
+    return f"it misses {shown}{early}"

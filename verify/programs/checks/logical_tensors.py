@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from types import ModuleType
 
 from torch import Tensor
@@ -17,7 +18,7 @@ from verify.programs.execution.record_rank_steps import Entry, RankResult
 
 @dataclass(frozen=True)
 class Holding:
-    """A stored tensor of one stage. `copies` are the ranks of every stage that holds it (tied parameters)."""
+    """A stored tensor of one stage."""
 
     name: str
     stage: int
@@ -28,7 +29,6 @@ class Holding:
     ranks: tuple[int, ...]
     trainable: bool
     reduce: tuple[str, ...] = ()
-    copies: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,6 @@ def holdings_of(modules: Iterable[ModuleType]) -> tuple[dict[tuple[int, str], Ho
 
 def _holding(stage: type[Stage], attribute: str, declared: Parameter | Buffer, trainable: bool) -> Holding:
     reduce = declared.summed if isinstance(declared, Parameter) else ()
-    copies = declared.copies if isinstance(declared, Parameter) else ()
     return Holding(
         declared.fqn,
         stage.index,
@@ -77,7 +76,6 @@ def _holding(stage: type[Stage], attribute: str, declared: Parameter | Buffer, t
         tuple(stage.ranks),
         trainable,
         tuple(reduce),
-        tuple(tuple(ranks) for ranks in copies),
     )
 
 
@@ -128,9 +126,7 @@ def put_together(holding: Holding, entries: Mapping[int, Sequence[Entry]]) -> St
         )
         for found in assembled.differences
     )
-    shards = 1
-    for axis in holding.states:
-        shards *= holding.axes.get(axis, 1)
+    shards = prod(holding.axes.get(axis, 1) for axis in holding.states)
     return StageTensor(holding, assembled.value, unequal, len(pieces) - shards, pieces=pieces)
 
 

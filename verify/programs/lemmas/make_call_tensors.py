@@ -13,7 +13,7 @@ from torch import Tensor
 
 from op_registry.annotation.bind_sizes import BoundAnnotation
 from op_registry.bind_annotation import bind_call
-from op_registry.call import Call, TensorArgument
+from op_registry.call import Call, TensorArgument, map_leaves
 from op_registry.errors import AnnotationError
 from op_registry.samples import samples_of
 from op_registry.spec import OperatorSpec
@@ -101,13 +101,11 @@ def with_finite_numbers(signature: Signature) -> Signature:
     """Return the signature with a small number for every infinity among the arguments: what fills a mask says nothing
     of how the operator splits, and results with infinities cannot be compared."""
 
-    def convert(value: Any) -> Any:
-        if isinstance(value, list | tuple):
-            return type(value)(convert(item) for item in value)
+    def finite(value: Any) -> Any:
         return copysign(3.0, value) if isinstance(value, float) and isinf(value) else value
 
     call = signature.call
-    args, kwargs = tuple(map(convert, call.args)), {key: convert(value) for key, value in call.kwargs.items()}
+    args, kwargs = map_leaves(call.args, finite), {key: map_leaves(v, finite) for key, v in call.kwargs.items()}
     if (args, kwargs) == (call.args, dict(call.kwargs)):
         return signature
     return replace(signature, call=Call(call.operator, args, kwargs, call.outputs))

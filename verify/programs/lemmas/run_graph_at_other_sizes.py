@@ -7,13 +7,14 @@ annotation has to be bound in the same form, and every choice of the plan has to
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from op_registry.annotation.bind_sizes import BoundAnnotation
 from op_registry.bind_annotation import bind_call
-from op_registry.call import Call, TensorArgument
+from op_registry.call import Call, TensorArgument, map_leaves
 from op_registry.errors import AnnotationError
 
 from nnscaler.ir.derive_operand_layouts import explain_illegal_choice
@@ -104,19 +105,16 @@ def _variants(signature: Signature, inputs: Sequence[Shape], inferred: Sequence[
             if a > 1 and a != b:
                 table.setdefault(a, b)
 
-    def convert(value: Any, follow: bool) -> Any:
-        if isinstance(value, TensorArgument):
-            return TensorArgument(value.index, inputs[value.index], value.dtype)
-        if isinstance(value, list | tuple):
-            return type(value)(convert(item, follow) for item in value)
-        if follow and isinstance(value, int) and not isinstance(value, bool):
-            return table.get(value, value)
-        return value
+    def shaped(value: Any) -> Any:
+        return replace(value, shape=inputs[value.index]) if isinstance(value, TensorArgument) else value
+
+    def followed(value: Any) -> Any:
+        return table.get(value, value) if isinstance(value, int) and not isinstance(value, bool) else shaped(value)
 
     found: list[Call] = []
-    for follow in (False, True):
-        args = tuple(convert(a, follow) for a in call.args)
-        found.append(Call(call.operator, args, {k: convert(v, follow) for k, v in call.kwargs.items()}))
+    for convert in (shaped, followed):
+        kwargs = {k: map_leaves(v, convert) for k, v in call.kwargs.items()}
+        found.append(Call(call.operator, map_leaves(call.args, convert), kwargs))
     spec = signature.spec
     if spec is not None and spec.shape_argument is not None:
         position, name, output = spec.shape_argument

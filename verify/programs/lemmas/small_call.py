@@ -18,7 +18,7 @@ import torch
 
 from op_registry.annotation.bind_sizes import BoundAnnotation
 from op_registry.annotation.syntax_tree import UNSPLIT
-from op_registry.call import Call, TensorArgument
+from op_registry.call import Call, TensorArgument, map_leaves
 from op_registry.errors import AnnotationError
 from op_registry.samples import samples_of
 from op_registry.spec import OperatorSpec, Refusal
@@ -303,9 +303,10 @@ def _plain(call: Call, values: bool = True) -> str:
             return ("tensor", value.index)
         if not values and isinstance(value, int | float) and not isinstance(value, bool):
             return "number"
-        return tuple(map(convert, value)) if isinstance(value, list | tuple) else value
+        return value
 
-    return repr((convert(call.args), {key: convert(call.kwargs[key]) for key in sorted(call.kwargs)}))
+    kwargs = {key: map_leaves(call.kwargs[key], convert, tuple) for key in sorted(call.kwargs)}
+    return repr((map_leaves(call.args, convert, tuple), kwargs))
 
 
 def _literals(bound: BoundAnnotation) -> list[int]:

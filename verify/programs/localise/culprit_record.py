@@ -9,6 +9,7 @@ from pathlib import Path
 
 from op_registry.spec import SourceLocation
 
+from nnscaler.errors import few
 from nnscaler.ir.graph import Operation
 from verify.programs.checks.input_and_outcome import SHOWN
 from verify.programs.localise.instrument_statements import Statement
@@ -89,9 +90,7 @@ class Culprit:
             related = (("generated program", SourceLocation(self.line.file, self.line.number, self.line.text)),)
         message = self.message
         if self.others:
-            named = ", ".join(f"`{name}`" for name in self.others[:2])
-            more = f" and {len(self.others) - 2} more" if len(self.others) > 2 else ""
-            message += f" (as are those of {named}{more})"
+            message += f" (as are those of {few([f'`{name}`' for name in self.others], 2)})"
         facts = {"tensor": self.tensor, **self.facts}
         return Finding(self.code, message, where, facts, self.cause, self.help, related=related)
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-import torch
 from torch import Tensor
 
 from nnscaler.ir.graph import Operation
@@ -14,7 +13,7 @@ from nnscaler.layout import Partial, Replicated, Sharded, State
 from verify.programs.execution.compare_variables import Pieces, Variable, VariableDifference, compare_variable
 from verify.programs.localise.instrument_statements import Statement
 from verify.programs.localise.teacher_forcing import At, Execution, Teacher, results_of
-from verify.results.tolerance import family_scale, largest
+from verify.results.tolerance import family_scale, largest, largest_finite
 
 BOUND = 1e-8
 CLOSE = 1e-9  # of a repair: what one statement makes of right operands is rounded a few times only
@@ -28,9 +27,6 @@ class Wrong:
     result    name of the result
     variable  the variable that is compared
     unequal   the difference
-    pieces    (rank, micro-batch) -> what that rank has of the variable
-    expected  the logical tensor, `[*global shape]`
-    scale     magnitude relative to which the comparison is made
     read      the operand whose gradient is wrong; empty where a value is
     """
 
@@ -38,9 +34,6 @@ class Wrong:
     result: str
     variable: Variable
     unequal: VariableDifference
-    pieces: Pieces
-    expected: Tensor
-    scale: float
     read: str = ""
 
     @property
@@ -84,7 +77,7 @@ def wrong_values(teacher: Teacher, statement: Statement, executions: Mapping[At,
         scale = _scale(teacher, statement)
         unequal = compare_variable(variable, pieces, expected, BOUND, is_gradient=False, scale=scale)
         if unequal is not None:
-            yield Wrong(statement, name, variable, unequal, pieces, expected, scale)
+            yield Wrong(statement, name, variable, unequal)
 
 
 def _scale(teacher: Teacher, statement: Statement) -> float:
@@ -96,7 +89,7 @@ def _scale(teacher: Teacher, statement: Statement) -> float:
         value = None if name is None else teacher.logical.values.get(name)
         if value is None or not value.is_floating_point() or not value.numel():
             continue
-        size = largest(torch.where(torch.isfinite(value), value, torch.zeros_like(value)))
+        size = largest_finite(value)
         variable = teacher.variables.get((statement.stage, read))
         partial = variable is not None and any(isinstance(s, Partial) for s in variable.states.values())
         found = max(found, size if partial else ROUNDING * size)
@@ -124,14 +117,14 @@ def wrong_gradients(
         if len(pieces) < len(got):
             if not largest(expected) > 0:
                 continue
-            yield Wrong(statement, result, variable, _cut_off(got), pieces, expected, scale, read)
+            yield Wrong(statement, result, variable, _cut_off(got), read)
             continue
         unequal, axes = _compare_gradient(statement, variable, read, pieces, expected, scale)
         if axes is not None:
             key = (statement.stage, read.removeprefix("self."))
             summed[key] = summed.get(key, frozenset()) | axes
         if unequal is not None:
-            yield Wrong(statement, result, variable, unequal, pieces, expected, scale, read)
+            yield Wrong(statement, result, variable, unequal, read)
 
 
 def _cut_off(got: Mapping[At, Tensor | None]) -> VariableDifference:

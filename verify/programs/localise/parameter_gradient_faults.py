@@ -17,7 +17,7 @@ from verify.programs.checks.input_and_outcome import SHOWN
 from verify.programs.localise.culprit_record import Culprit, Key, RoleLine
 from verify.programs.localise.instrument_statements import Foreign
 from verify.programs.localise.teacher_forcing import Teacher
-from verify.results.tolerance import difference
+from verify.results.tolerance import difference, largest
 
 Summed = Mapping[tuple[int, str], frozenset[str]]
 Ranks = Mapping[int, Tensor | None]
@@ -165,7 +165,7 @@ def _is_right(
     if piece is None:
         return False
     expected = _own(teacher.stages[stage], declared, rank, right)
-    return difference(piece, expected, float(right.abs().max()) if right.numel() else 0.0).relative < CLOSE
+    return difference(piece, expected, largest(right)).relative < CLOSE
 
 
 def _own(stage: type[Stage], declared: Parameter, rank: int, tensor: Tensor) -> Tensor:

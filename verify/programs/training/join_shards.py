@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from nnscaler.runtime.shards import logical_coordinates
-from nnscaler.runtime.tensor_bits import same_bits
+from nnscaler.runtime.tensor_bits import distance_of_copies, same_bits
 from verify.programs.causes.wrong_tensor import exact
 from verify.programs.training.rank_loop import Layout, RankTraining
+from verify.results.tolerance import largest
 
 Region = tuple[Any, ...]  # where a piece lies in the logical tensor: slices where it is a block, else indices
 
@@ -48,7 +49,7 @@ class JoinedTensor:
 
     def wrong_ranks(self, expected: Tensor, close: float, scale: float) -> list[int]:
         """Return the ranks whose pieces are not those of the right tensor."""
-        least = max(scale, float(expected.abs().max()) if expected.numel() else 0.0)
+        least = max(scale, largest(expected))
         return [
             rank
             for rank, piece in self.pieces.items()
@@ -114,5 +115,4 @@ def unequal(one: Tensor, other: Tensor, first: int, rank: int) -> list[UnequalEl
     """Return how two copies differ, bitwise: NaN equals itself, and -0.0 is not 0.0."""
     if same_bits(one, other):
         return []
-    gap = (exact(one) - exact(other)).abs()
-    return [UnequalElements(first, rank, int((one != other).sum()), float(gap.max()))]
+    return [UnequalElements(first, rank, *distance_of_copies(one, other))]

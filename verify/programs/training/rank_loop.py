@@ -52,23 +52,13 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a rank's shard of a parameter or buffer lies, between steps.
-
-    names  all that it has in the model, the first one first
-    kind   "parameter", "frozen" or "buffer"
-    """
+    """Where a rank's shard of a parameter or buffer lies, between steps. `names`: all that it has in the model."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
     states: States
     sizes: Mapping[str, int]
     coordinates: Mapping[str, int]
-    kind: str
-
-    @property
-    def name(self) -> str:
-        """Its first name."""
-        return self.names[0]
 
 
 @dataclass(frozen=True)
@@ -218,8 +208,7 @@ def train_rank(communicator: Communicator, task: TrainTask) -> RankTraining:
         buffers = _buffers(engine)
         evaluation = None if course.evaluation is None else _copy(loop.evaluate(course.evaluation))
         layouts = tuple(
-            Layout(s.names, s.shape, dict(s.states), dict(s.sizes), dict(s.coordinates), s.kind)
-            for s in engine.stored()
+            Layout(s.names, s.shape, dict(s.states), dict(s.sizes), dict(s.coordinates)) for s in engine.stored()
         )
         part = (engine.data_part.index, engine.data_part.count)
         after, told = _buffers(engine), tuple(engine.compilations)

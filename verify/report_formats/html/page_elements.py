@@ -7,10 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from verify.report_formats.junit import legal
-from verify.results.styled_line import style_of
+from verify.results.styled_line import WORDS, style_of
 from verify.results.verdict import Verdict
 
-WORDS = {"good": "PASS", "bad": "FAIL", "unsure": "OPEN"}
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 

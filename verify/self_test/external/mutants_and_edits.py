@@ -139,11 +139,6 @@ def ruled(**styles: Callable[[], ParallelStyle]) -> Edit:
     return plan(change)
 
 
-def with_rule(name: str, make: Callable[[], ParallelStyle]) -> Edit:
-    """Add a rule."""
-    return plan(lambda rules: {**rules, name: make()})
-
-
 # -- edits of what is done --------------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -21,23 +22,13 @@ from nnscaler.runtime.training.gradients.buckets import DivisionBucket
 from nnscaler.runtime.training.parameters_at_rest import AtRest, Division
 from verify.self_test.programs.mutants.runtime_faults import Summed, summing
 
-Fault = Callable[[], AbstractContextManager[None]]
+Fault = Callable[[], AbstractContextManager[object]]
 Change = Callable[..., Any]
 
 
 def changed(owner: Any, name: str, change: Callable[[Any], Any]) -> Fault:
     """Replace an attribute by `change` of it."""
-
-    @contextmanager
-    def fault() -> Iterator[None]:
-        before = getattr(owner, name)
-        setattr(owner, name, change(before))
-        try:
-            yield
-        finally:
-            setattr(owner, name, before)
-
-    return fault
+    return lambda: patch.object(owner, name, change(getattr(owner, name)))
 
 
 # -- gradients --------------------------------------------------------------------------------------------------------
@@ -135,7 +126,7 @@ def gathered(change: Callable[[AtRest, Tensor, int], Tensor | None]) -> Fault:
 
         return gather
 
-    def fault() -> AbstractContextManager[None]:
+    def fault() -> AbstractContextManager[object]:
         times.clear()
         return changed(executor, "gather", wrong)()
 

@@ -156,7 +156,7 @@ def early_part() -> Fault:
     return changed(ParameterReads, "_arrive", arriving)
 
 
-def gathered_before_the_update() -> AbstractContextManager[None]:
+def gathered_before_the_update() -> AbstractContextManager[object]:
     """What the next step reads first is gathered at the end of this one, before the optimizer has updated it."""
 
     def beginning(right: Change) -> Change:

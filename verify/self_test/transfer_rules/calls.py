@@ -44,11 +44,11 @@ from verify.evidence.dimension_types.states import (
     substituted,
     symbols_of,
 )
-from verify.evidence.dimension_types.symbolic_call import make_symbolic, quiet
+from verify.evidence.dimension_types.symbolic_call import make_symbolic
 from verify.evidence.dimension_types.trace import record, simplified
-from verify.evidence.inputs.concrete_call import ConcreteCall, function_of, with_outputs, with_tensors
+from verify.evidence.inputs.concrete_call import ConcreteCall, flat, function_of, with_outputs, with_tensors
 from verify.evidence.inputs.draw_calls import builtin_call
-from verify.evidence.operator_trace import arguments_of, flat, functional
+from verify.evidence.operator_trace import arguments_of, functional, quiet
 
 SECONDS = 30.0  # for one trace
 Values = tuple[int, ...]

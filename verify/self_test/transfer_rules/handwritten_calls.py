@@ -17,7 +17,8 @@ from nnscaler.tracing.graph_builder import torch_operator
 from verify.evidence.dimension_types.rules.call_with_states import Operand
 from verify.evidence.dimension_types.states import SAME, Size, size_of, substituted
 from verify.evidence.dimension_types.symbolic_call import World
-from verify.evidence.operator_trace import arguments_of, flat
+from verify.evidence.inputs.concrete_call import flat
+from verify.evidence.operator_trace import arguments_of
 from verify.self_test.transfer_rules.calls import DrawnCall, Values
 
 LEAST = 5  # smaller sizes are numbers

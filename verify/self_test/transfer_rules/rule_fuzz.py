@@ -9,7 +9,7 @@ of any indices), the operator runs on the whole and on every rank, and the claim
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -17,11 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from op_registry.call import map_leaves
+
 from verify.evidence.dimension_types.rules import conclude
-from verify.evidence.dimension_types.rules.call_with_states import Operand, RuleCall
+from verify.evidence.dimension_types.rules.call_with_states import Operand, Rule, RuleCall
 from verify.evidence.dimension_types.states import PartialMax, PartialSum, Same, Shard, State, Symbols, Unknown, checked
 from verify.evidence.dimension_types.trace import written
-from verify.evidence.operator_trace import arguments_of, flat
+from verify.evidence.inputs.concrete_call import flat
+from verify.evidence.operator_trace import arguments_of
+from verify.results.tolerance import largest_finite
 from verify.self_test.transfer_rules.calls import DrawnCall, Values, draw_split, draw_states, operands_of
 from verify.self_test.transfer_rules.tensors_in_states import (
     KINDS,
@@ -30,12 +34,10 @@ from verify.self_test.transfer_rules.tensors_in_states import (
     Undecided,
     draw,
     evaluate,
-    largest,
     make_ranks,
     problem,
 )
 
-Conclude = Callable[[RuleCall], tuple[State, ...]]
 SMALL = (2, 3, 4, 5)
 
 
@@ -91,7 +93,7 @@ THOROUGH, QUICK = Effort(), Effort(wanted=10, least=30, each=1, limit=300)
 
 
 def fuzz_rule(
-    calls: Sequence[DrawnCall], conclude: Conclude = conclude, seed: int = 0, effort: Effort = THOROUGH
+    calls: Sequence[DrawnCall], conclude: Rule = conclude, seed: int = 0, effort: Effort = THOROUGH
 ) -> RuleResult:
     """Try the rule of the one overload of `calls`."""
     name = str(calls[0].overload)
@@ -122,7 +124,7 @@ def by_overload(calls: Iterable[DrawnCall]) -> dict[str, list[DrawnCall]]:
     return dict(sorted(found.items()))
 
 
-def _try(call: DrawnCall, conclude: Conclude, random: Random, generator: torch.Generator, result: RuleResult) -> None:
+def _try(call: DrawnCall, conclude: Rule, random: Random, generator: torch.Generator, result: RuleResult) -> None:
     """Draw a split and states, and compare the rule's claims."""
     split = draw_split(call, random)
     states = draw_states(operands_of(call), split, random)
@@ -169,11 +171,10 @@ def with_states(call: DrawnCall, states: Sequence[State], split: Symbols) -> Rul
     def convert(value: Any) -> Any:
         if isinstance(value, Operand):
             return value.with_state(next(given))
-        if isinstance(value, list | tuple):
-            return tuple(map(convert, value))
         return value
 
-    return RuleCall(call.overload, {n: convert(v) for n, v in call.arguments.items()}, call.outputs, split)
+    arguments = {n: map_leaves(v, convert, tuple) for n, v in call.arguments.items()}
+    return RuleCall(call.overload, arguments, call.outputs, split)
 
 
 def _compare(
@@ -246,7 +247,7 @@ def _compare_at(
             return f"rank {rank} raises {type(error).__name__}: {error}"
         if len(held[-1]) != len(whole):
             return f"rank {rank} has {len(held[-1])} outputs instead of {len(whole)}"
-    scale = max((largest(t) for t, _ in tensors if t.is_floating_point()), default=0.0)
+    scale = max((largest_finite(t) for t, _ in tensors if t.is_floating_point()), default=0.0)
     coarsest = max((torch.finfo(t.dtype).eps for t, _ in tensors if t.is_floating_point()), default=0.0)
     for index, (claim, output) in enumerate(zip(claims, asked.outputs, strict=True)):
         if output is not None and not isinstance(claim, Unknown):
@@ -268,13 +269,11 @@ def _run(overload: Any, noted: Mapping[str, Any], tensors: Sequence[Tensor], siz
     def convert(value: Any) -> Any:
         if isinstance(value, _Tensor):
             return tensors[value.number].clone()
-        if isinstance(value, list | tuple):
-            return [convert(item) for item in value]
         return evaluate(value, sizes)
 
     args, kwargs = [], {}
     for parameter in overload._schema.arguments:
-        value = convert(noted[parameter.name])
+        value = map_leaves(noted[parameter.name], convert, list)
         if parameter.kwarg_only:
             kwargs[parameter.name] = value
         else:
@@ -293,7 +292,7 @@ def _check_shapes(asked: RuleCall, whole: Sequence[Any], ranks: Ranks) -> None:
             raise Undecided("the whole has another shape at these sizes")
 
 
-def replaced(rules: Mapping[str, Callable[[RuleCall], tuple[State, ...]]]) -> Conclude:
+def replaced(rules: Mapping[str, Rule]) -> Rule:
     """Return the prover with other rules for some overloads: what planted mistakes run under."""
 
     def with_rules(call: RuleCall) -> tuple[State, ...]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from verify.evidence.dimension_types.rules import RULES, conclude, rule_of
+from verify.evidence.dimension_types.rules.call_with_states import Rule
 from verify.processes.pool import Died, Note, TimedOut
 from verify.self_test.run_rows import died_unexpectedly, ended_by_a_kernel, run_rows_apart
 from verify.self_test.transfer_rules.calls import DrawnCall, drawn_calls
@@ -14,7 +15,6 @@ from verify.self_test.transfer_rules.handwritten_calls import direct_calls
 from verify.self_test.transfer_rules.planted_mistakes import PLANTED, Planted
 from verify.self_test.transfer_rules.rule_fuzz import (
     THOROUGH,
-    Conclude,
     Effort,
     RuleResult,
     Unsound,
@@ -104,7 +104,7 @@ def missed_plants(calls: Mapping[str, Sequence[DrawnCall]], planted: Sequence[Pl
 
 def fuzz_in_children(
     calls: Mapping[str, Sequence[DrawnCall]],
-    conclude: Conclude = conclude,
+    conclude: Rule = conclude,
     seed: int = 0,
     effort: Effort = THOROUGH,
 ) -> dict[str, RuleResult]:

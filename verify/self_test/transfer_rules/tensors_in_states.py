@@ -25,6 +25,7 @@ from verify.evidence.dimension_types.states import (
     symbols_of,
 )
 from verify.evidence.inputs.draw_values import random_terms
+from verify.results.tolerance import largest_finite
 
 Kind = Literal["normal", "integers", "positive", "unit", "above"]
 KINDS: tuple[Kind, ...] = ("normal", "integers", "unit", "positive", "above")
@@ -209,14 +210,8 @@ def _combined(state: State, whole: Tensor, held: Sequence[Tensor], scale: float,
         if whole.is_complex():
             return "complex numbers have no maximum"
         return None if _close(torch.stack(list(held)).amax(0), whole, scale) else "the maximum is another"
-    scale = max(scale, *map(largest, held))
+    scale = max(scale, *map(largest_finite, held))
     return None if _close(torch.stack(list(held)).sum(0), whole, scale, coarsest) else "the sum is another"
-
-
-def largest(tensor: Tensor) -> float:
-    """Return the largest finite magnitude in a tensor; 0 where there is none."""
-    finite = tensor[torch.isfinite(tensor)]
-    return float(finite.abs().max()) if finite.numel() else 0.0
 
 
 def _close(a: Tensor, b: Tensor, scale: float, coarsest: float = 0.0) -> bool:
@@ -225,5 +220,5 @@ def _close(a: Tensor, b: Tensor, scale: float, coarsest: float = 0.0) -> bool:
         return False
     if not (a.is_floating_point() or a.is_complex()):
         return torch.equal(a, b)
-    bound = 1e5 * max(torch.finfo(a.dtype).eps, coarsest) * max(scale, largest(b))
+    bound = 1e5 * max(torch.finfo(a.dtype).eps, coarsest) * max(scale, largest_finite(b))
     return torch.allclose(a, b, rtol=0.0, atol=bound, equal_nan=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from nnscaler.runtime.training.gradients import clipping
 from verify.programs.typing import check_program
 from verify.results.finding import Finding
 from verify.self_test.programs.judge_mutant import Execution
-from verify.self_test.programs.mutants.runtime_faults import dummy_reduced, early_reducer, replaced
+from verify.self_test.programs.mutants.runtime_faults import dummy_reduced, early_reducer
 from verify.self_test.programs.right_programs import BASES, build
 
 Get = Callable[[str], Execution]
@@ -40,17 +41,17 @@ def _unclipped(*_: object) -> None: ...
 
 FAULTS: dict[str, tuple[Patch, str, str]] = {
     "norm of the own gradients": (
-        lambda: replaced(executor, "gradient_norm", _own_norm),
+        lambda: patch.object(executor, "gradient_norm", _own_norm),
         "gradient_norm_differs",
         "each rank has the norm of its own gradients: their squares are not summed over the ranks",
     ),
     "clipping that does nothing": (
-        lambda: replaced(executor, "clip_gradients", _unclipped),
+        lambda: patch.object(executor, "clip_gradients", _unclipped),
         "parameter_differs",
         "the gradients of the last step are not clipped",
     ),
     "clipping to half of the norm": (
-        lambda: replaced(executor, "clip_gradients", _half_clipped),
+        lambda: patch.object(executor, "clip_gradients", _half_clipped),
         "parameter_differs",
         "are clipped wrongly: they are scaled by",
     ),

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,7 +18,6 @@ from verify.self_test.programs.judge_mutant import Execution, read_statically
 from verify.self_test.programs.mutants import pipedream_updates, runtime_faults, schedule
 from verify.self_test.programs.mutants.mutant import apply_edits
 from verify.self_test.programs.mutants.mutation_operator import MutationOperator
-from verify.self_test.programs.mutants.runtime_faults import replaced
 from verify.self_test.programs.right_programs import TINY, build
 
 # of the programs in which the kinds have a place: a step with pipelines and tensor parallelism, recycling, a stream;
@@ -29,7 +29,7 @@ EVERY = (*schedule.OPERATORS, *pipedream_updates.OPERATORS)
 
 def no_stashing() -> AbstractContextManager[None]:
     """A backward goes through the newest parameters, whichever its forward read."""
-    return replaced(Versions, "begin", lambda self: None)
+    return patch.object(Versions, "begin", lambda self: None)
 
 
 def stale_forward() -> AbstractContextManager[None]:
@@ -43,7 +43,7 @@ def stale_forward() -> AbstractContextManager[None]:
             self.again(batch)
 
     right = Versions.read
-    return replaced(Versions, "read", read)
+    return patch.object(Versions, "read", read)
 
 
 def repeated_update(times: int) -> runtime_faults.Fault:
@@ -57,7 +57,7 @@ def repeated_update(times: int) -> runtime_faults.Fault:
                 p.copy_(old + times * (p - old))
 
     right = StreamExecutor._apply
-    return lambda: replaced(StreamExecutor, "_apply", apply)
+    return lambda: patch.object(StreamExecutor, "_apply", apply)
 
 
 def update_before_the_sum() -> AbstractContextManager[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from math import prod
 from types import MappingProxyType
 
 from verify.evidence.dimension_types.rules.call_with_states import Rule, RuleCall, everywhere
@@ -18,7 +19,6 @@ from verify.evidence.dimension_types.states import (
     Unknown,
     Zero,
     is_linear,
-    product,
 )
 
 Dims = Callable[[RuleCall, int], Sequence[int]]
@@ -51,7 +51,7 @@ def _sum(of: Dims) -> Rule:
         x = call.tensor("self")
         dims = of(call, x.ndim)
         if isinstance(x.state, Constant):
-            count = product(x.sizes[d] for d in dims)
+            count = prod(x.sizes[d] for d in dims)
             if call.is_split(count) and not is_linear(count, call.split):
                 return everywhere(call, Unknown(f"{call.overload}: the counts of ranks do not add up to {count}"))
             return everywhere(call, PARTIAL_SUM if call.is_split(count) else CONSTANT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from types import MappingProxyType
 
 from verify.evidence.dimension_types.rules.call_with_states import Operand, Rule, RuleCall, everywhere, unknown
@@ -15,7 +16,6 @@ from verify.evidence.dimension_types.states import (
     Unknown,
     Zero,
     equal,
-    product,
     quotient,
     split_dims,
 )
@@ -31,11 +31,11 @@ def _viewed(call: RuleCall) -> tuple[State, ...]:
     if len(dims) != 1:
         return unknown(call, "the dim that is split is not in just one dim of the result")
     (dim,) = dims
-    ahead = product(out.sizes[:dim])
+    ahead = prod(out.sizes[:dim])
     if x.state.sections:
         return _of_sections(call, x.state, dim)
     uniform = _stays_uniform(x, out, dim) if x.state.outer is None else False
-    before = product(x.sizes[: x.state.dim]) * (1 if x.state.outer is None else x.state.outer)
+    before = prod(x.sizes[: x.state.dim]) * (1 if x.state.outer is None else x.state.outer)
     outer = quotient(before, ahead)
     if uniform:
         return everywhere(call, Shard(dim, None))
@@ -47,7 +47,7 @@ def _viewed(call: RuleCall) -> tuple[State, ...]:
 def _stays_uniform(x: Operand, out: Operand, dim: int) -> bool:
     """Return whether the result's dim lies within the dim of `x` along which all entries are equal."""
     assert isinstance(x.state, Shard)
-    start, ahead = product(x.sizes[: x.state.dim]), product(out.sizes[:dim])
+    start, ahead = prod(x.sizes[: x.state.dim]), prod(out.sizes[:dim])
     end, after = start * x.sizes[x.state.dim], ahead * out.sizes[dim]
     return quotient(ahead, start) is not None and quotient(end, after) is not None
 
@@ -55,7 +55,7 @@ def _stays_uniform(x: Operand, out: Operand, dim: int) -> bool:
 def _of_sections(call: RuleCall, state: Shard, dim: int) -> tuple[State, ...]:
     """A concatenated dim stays as it is, with the same number of entries ahead of it."""
     x, out = call.tensor("self"), call.output
-    same = equal(product(x.sizes[: state.dim]), product(out.sizes[:dim])) and equal(x.sizes[state.dim], out.sizes[dim])
+    same = equal(prod(x.sizes[: state.dim]), prod(out.sizes[:dim])) and equal(x.sizes[state.dim], out.sizes[dim])
     if not same:
         return unknown(call, "a concatenation is regrouped")
     return everywhere(call, Shard(dim, state.outer, state.sections))

@@ -16,7 +16,7 @@ from nnscaler.runtime.communication.communicator import CommunicationCall
 from nnscaler.runtime.jobs.job import StatusWriter
 from verify.external.ranks.call_sites import place_of_call
 from verify.external.ranks.collective_semantics import CollectiveShare
-from verify.external.ranks.process_group_base import AllWorks, RankGroup, Real, completed
+from verify.external.ranks.process_group_base import AllWorks, RankGroup, Real
 from verify.external.ranks.processes.call_log import CallWriter, Entry
 from verify.external.ranks.torch_private import Store, gloo_group
 from verify.external.ranks.unwaited_async_calls import BegunWork
@@ -59,11 +59,10 @@ class GlooWork(BegunWork):
     """A work of gloo, of which is told that somebody waits for it. `finish` runs once, after the first wait."""
 
     def __init__(self, reporter: Reporter, what: object, work: Any, results: Sequence[Tensor], finish: Any) -> None:
-        super().__init__()
+        super().__init__(results)
         self._reporter = reporter
         self._what = what
         self._work = work
-        self._results = list(results)
         self._finish: Callable[[], None] | None = finish
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -78,9 +77,6 @@ class GlooWork(BegunWork):
             finish()
         return True
 
-    def synchronize(self) -> None:
-        self.wait()
-
     def is_completed(self) -> bool:
         self.reached()
         return bool(self._work.is_completed())
@@ -92,18 +88,8 @@ class GlooWork(BegunWork):
     def exception(self) -> Any:
         return self._work.exception()
 
-    def result(self) -> list[Tensor]:
-        return self._results
-
-    def source_rank(self) -> int:
-        return int(self._work._source_rank())
-
     def _source_rank(self) -> int:
         return int(self._work._source_rank())
-
-    def get_future(self) -> Any:
-        self.wait()
-        return completed(self._results)
 
 
 class GlooGroup(RankGroup):

@@ -11,14 +11,14 @@ from torch import Tensor
 from nnscaler.runtime.communication.communicator import CommunicationCall
 from verify.external.ranks.call_sites import place_of_call
 from verify.external.ranks.collective_semantics import CollectiveShare
-from verify.external.ranks.process_group_base import RankGroup, Real, completed
+from verify.external.ranks.process_group_base import RankGroup, Real
 from verify.external.ranks.threads.exchange import MessageEnd, ThreadExchange
 from verify.external.ranks.torch_private import Store
 from verify.external.ranks.unwaited_async_calls import BegunWork
 
 
 class SimulatedWork(BegunWork):
-    """A collective or message that was begun. `results`: the tensors that it writes."""
+    """A collective or message that was begun."""
 
     def __init__(
         self,
@@ -28,20 +28,16 @@ class SimulatedWork(BegunWork):
         results: Sequence[Tensor],
         source: Callable[[], int] = lambda: -1,
     ) -> None:
-        super().__init__()
+        super().__init__(results)
         self._exchange = exchange
         self._call = call
         self._ready = ready
-        self._results = list(results)
         self._source = source
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         self.reached()
         self._exchange.wait(self._call, self._ready)
         return True
-
-    def synchronize(self) -> None:
-        self.wait()
 
     def is_completed(self) -> bool:
         self.reached()
@@ -54,19 +50,8 @@ class SimulatedWork(BegunWork):
     def exception(self) -> None:
         return None
 
-    def result(self) -> list[Tensor]:
-        return self._results
-
-    def source_rank(self) -> int:
-        return self._source()
-
     def _source_rank(self) -> int:
         return self._source()
-
-    def get_future(self) -> Any:
-        """Wait, and return a future that has its value: torch lets callbacks run in the thread that completes it."""
-        self.wait()
-        return completed(self._results)
 
 
 class SimulatedGroup(RankGroup):

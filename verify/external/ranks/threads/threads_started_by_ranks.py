@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
 from verify.external.ranks.call_sites import place_of_call
@@ -53,15 +54,9 @@ def helpers_of_ranks(turns: Turns, worlds: RankWorlds) -> Iterator[None]:
         wait_for(future, timeout)
         return exception(future, timeout)
 
-    thread_class: Any = threading.Thread
-    future_class: Any = Future
-    thread_class.start, thread_class.join = start_helper, join_helper
-    future_class.result, future_class.exception = result_of, exception_of
-    try:
+    threads = patch.multiple(threading.Thread, start=start_helper, join=join_helper)
+    with threads, patch.multiple(Future, result=result_of, exception=exception_of):
         yield
-    finally:
-        thread_class.start, thread_class.join = start, join
-        future_class.result, future_class.exception = result, exception
 
 
 def _as_helper(

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from op_registry.call import DType
+from op_registry.call import DType, map_leaves
 from op_registry.rank_expression import Expression
 from op_registry.registry import default_registry
 from op_registry.torch_schema import schema_of
@@ -279,11 +279,9 @@ def wrapped(operator: str, arguments: Mapping[str, Any], dims: int) -> dict[str,
     dims = _counted_dims(operator, dims)
 
     def counted(value: Any) -> Any:
-        if isinstance(value, list | tuple):
-            return [counted(v) for v in value]
         return value + dims if type(value) is int and -dims <= value < 0 else value
 
-    return {n: counted(v) if n in names else v for n, v in arguments.items()}
+    return {n: map_leaves(v, counted, list) if n in names else v for n, v in arguments.items()}
 
 
 def _counted_dims(operator: str, dims: int) -> int:

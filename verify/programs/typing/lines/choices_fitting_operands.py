@@ -15,6 +15,7 @@ from math import gcd, prod
 from typing import Any
 
 from op_registry.annotation.splits import balanced
+from op_registry.call import instances_in
 from op_registry.rank_expression import Expression
 
 from nnscaler.ir.derive_operand_layouts import around_axis, is_legal, over_slices, resolve
@@ -81,15 +82,8 @@ def _states(value: Any) -> Iterator[Mapping[Any, Any]]:
 
 
 def _tables(value: Any, axis: str) -> Iterator[tuple[int, ...]]:
-    match value:
-        case Expression(terms=terms):
-            yield from (table for name, table in terms if name == axis and isinstance(table, tuple))
-        case list() | tuple():
-            for item in value:
-                yield from _tables(item, axis)
-        case Mapping():
-            for item in value.values():
-                yield from _tables(item, axis)
+    for expression in instances_in(value, Expression):
+        yield from (table for name, table in expression.terms if name == axis and isinstance(table, tuple))
 
 
 def legal_choices(signature: Signature, states: Sequence[State], parts: int, told: FreeSplits) -> list[Choice]:

@@ -68,7 +68,7 @@ def convert(line: Assignment, held: Held, axes: Axes, tensor: LogicalTensor, uni
         raise Mistake(
             "layouts_disagree",
             f"`{line.function}` of `{tensor.name}` over {axes.names[axis]} starts from {before.__name__}, and it is "
-            f"{_word(have)} there",
+            f"{have} there",
             converted(have, before.__name__, name, axes.names[axis], parts),
             tensor.name,
         )
@@ -249,7 +249,3 @@ def logical_outer(layout: Layout, sizes: tuple[int, ...], axis: int, dim: int, o
 def _cut_text(dim: Any, outer: Any, sections: Any, sizes: Any) -> str:
     cut = f"dim={dim}" + (f", sections={sections}" if sections else f", outer={outer}")
     return cut + (f", sizes={sizes}" if sizes else "")
-
-
-def _word(state: State) -> str:
-    return str(state)

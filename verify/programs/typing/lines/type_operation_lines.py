@@ -14,7 +14,7 @@ from itertools import product
 from typing import Any
 
 from op_registry.bind_annotation import Shape, localise
-from op_registry.call import Call, TensorArgument, instances_in
+from op_registry.call import Call, TensorArgument, instances_in, map_leaves
 from op_registry.spec import Refusal
 
 from nnscaler.codegen.expressions import layout_text
@@ -350,11 +350,9 @@ def _plain_arguments(line: Assignment) -> dict[str, Any]:
     numbers = {v: i for i, v in reversed(list(enumerate(line.variables)))}
 
     def plain(value: Any) -> Any:
-        if isinstance(value, list | tuple):
-            return [plain(v) for v in value]
         return ("tensor", numbers[value]) if isinstance(value, Variable) else repr(value)
 
-    return {name: plain(value) for name, value in without_place(line).items()}
+    return {name: map_leaves(value, plain, list) for name, value in without_place(line).items()}
 
 
 def _named(op: Operation, line: Assignment) -> bool:

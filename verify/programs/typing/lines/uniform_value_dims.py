@@ -12,11 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 from math import prod
-from typing import Any
 
 from op_registry.annotation.bind_sizes import BoundOperand
 from op_registry.bind_annotation import localise
-from op_registry.rank_expression import Expression
+from op_registry.rank_expression import depends_on_rank
 from op_registry.spec import Refusal
 
 from nnscaler.ir.derive_operand_layouts import is_legal, output_states, shards_of
@@ -118,13 +117,7 @@ def _one_call(signature: Signature, identifier: str) -> bool:
         call = localise(signature.spec, signature.call, shards_of(signature, (choice,), axes), shapes)
     except Refusal:
         return False
-    return not _names_a_place((call.args, tuple(call.kwargs.values())))
-
-
-def _names_a_place(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return any(_names_a_place(item) for item in value)
-    return isinstance(value, Expression)
+    return not depends_on_rank((call.args, call.kwargs))
 
 
 def same_piece(one: State, other: State, uniform: Dims) -> bool:

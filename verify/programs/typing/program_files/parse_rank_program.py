@@ -175,14 +175,13 @@ def read_role(file: str, text: str) -> RoleText:
     stages: list[StageText] = []
     values: dict[str, tuple[int, Any]] = {}
     user: dict[str, str] = {}
-    files: frozenset[tuple[str, str]] = frozenset()
     problems = list(names_of_file(tree))
     for node in tree.body:
         match node:
             case ast.ClassDef():
                 stages.append(_stage(file, node, text.splitlines()))
             case ast.Assign(targets=[ast.Name(id="user")], value=ast.Call() as call):
-                user, files = user_operators(call)
+                user = user_operators(call)[0]
             case ast.Assign(targets=[ast.Name(id=name)]) if name in ("STAGES", "RANKS", "SCHEDULE"):
                 values[name] = (node.lineno, read_value(node.value))
             case ast.Assign(targets=[ast.Name(id="aten")]) if ast.unparse(node.value) == "torch.ops.aten":
@@ -213,7 +212,6 @@ def read_role(file: str, text: str) -> RoleText:
         tuple(stages),
         user,
         tuple(problems),
-        files,
     )
 
 

@@ -228,8 +228,7 @@ class StageText:
 
 @dataclass(frozen=True)
 class RoleText:
-    """One file. `user`: attribute of `user` -> registered name of the operator. `files`: where these come from, in the
-    text and in this process."""
+    """One file. `user`: attribute of `user` -> registered name of the operator."""
 
     file: str
     ranks: tuple[int, ...]
@@ -238,7 +237,6 @@ class RoleText:
     stages: tuple[StageText, ...]
     user: Mapping[str, str]
     problems: tuple[OutsideGrammar, ...] = ()
-    files: frozenset[tuple[str, str]] = frozenset()
 
 
 # Arguments of the text as values: literals, dtypes, layouts, affine expressions of coordinates, and variables.

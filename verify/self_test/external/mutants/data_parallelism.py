@@ -151,17 +151,6 @@ BY_HAND = (
 )  # fmt: skip
 
 
-def _lost_between(model: Any, batch: Any) -> Tensor:
-    """Clear the gradients within the loop over micro-batches."""
-    losses = []
-    for part in zip(*(t.chunk(2) for t in batch), strict=True):
-        model.zero_grad()
-        loss = supervised(model, part)
-        (loss / 2).backward()
-        losses.append(loss.detach())
-    return torch.stack(losses).mean()
-
-
 def _last_loss(model: Any, batch: Any) -> Tensor:
     losses = []
     for number, part in enumerate(zip(*(t.chunk(2) for t in batch), strict=True)):

@@ -108,18 +108,6 @@ LAYOUTS = (
 )  # fmt: skip
 
 
-def _to_local(placement: Any) -> Callable[[Tensor], Tensor]:
-    def change(output: Tensor) -> Tensor:
-        assert isinstance(output, DTensor)
-        return output.to_local(grad_placements=placement)
-
-    return change
-
-
-def _local_norms(rules: dict[str, Any]) -> dict[str, Any]:
-    return {**rules, "blocks.*.norm2": SequenceParallel(use_local_output=False)}
-
-
 def _mean_outside(loss: Tensor) -> Tensor:
     return loss / dist.get_world_size()
 

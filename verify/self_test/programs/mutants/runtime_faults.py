@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -20,18 +21,8 @@ from nnscaler.runtime.training.gradients.gradient_plan import Holding, WantedGra
 from nnscaler.runtime.training.saving import checkpoint
 from nnscaler.runtime.training.saving.rank_tensors import StoredTensor, stored_tensors
 
-Fault = Callable[[], AbstractContextManager[None]]
+Fault = Callable[[], AbstractContextManager[object]]
 Summed = Callable[[Holding, Tensor, Tensor, Communicator], Tensor]  # of the own gradient, and the sum
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def early_reducer(parameter: str) -> Fault:
@@ -58,15 +49,15 @@ def early_reducer(parameter: str) -> Fault:
 
     @contextmanager
     def fault() -> Iterator[None]:
-        with replaced(Gradients, "enter", enter), replaced(Gradients, "_completed", completed):
+        with patch.object(Gradients, "enter", enter), patch.object(Gradients, "_completed", completed):
             yield
 
     return fault
 
 
-def kept_gradients() -> AbstractContextManager[None]:
+def kept_gradients() -> AbstractContextManager[object]:
     """The buffer of gradients is not zeroed between steps."""
-    return replaced(RankExecutor, "zero_grad", lambda self: None)
+    return patch.object(RankExecutor, "zero_grad", lambda self: None)
 
 
 @contextmanager
@@ -84,7 +75,7 @@ def summing(change: Summed) -> Iterator[None]:
             self.place(i).copy_(change(Holding(name, self.group), own[i], self.place(i).clone(), communicator))
 
     _start, _wait = SumBucket.start, SumBucket.wait
-    with replaced(SumBucket, "start", start), replaced(SumBucket, "wait", wait):
+    with patch.object(SumBucket, "start", start), patch.object(SumBucket, "wait", wait):
         yield
 
 
@@ -131,7 +122,7 @@ def stale_parameter(parameter: str) -> Fault:
         return loss
 
     _step = RankExecutor.step
-    return lambda: replaced(RankExecutor, "step", step)
+    return lambda: patch.object(RankExecutor, "step", step)
 
 
 def mixed_shards(parameter: str) -> Fault:
@@ -146,10 +137,10 @@ def mixed_shards(parameter: str) -> Fault:
         ranks = sorted(r for copy in description.copies for r in copy)
         return Holding(held.fqn, tuple(sorted((stage.rank, ranks[-1 - ranks.index(stage.rank)]))))
 
-    return lambda: replaced(gradient_plan, "holding", wrong)
+    return lambda: patch.object(gradient_plan, "holding", wrong)
 
 
-def names_of_stages() -> AbstractContextManager[None]:
+def names_of_stages() -> AbstractContextManager[object]:
     """A checkpoint in which each stage counts its blocks from zero."""
     right = stored_tensors
 
@@ -160,4 +151,4 @@ def names_of_stages() -> AbstractContextManager[None]:
             for entry in right([stage], tied)
         ]
 
-    return replaced(checkpoint, "stored_tensors", wrong)
+    return patch.object(checkpoint, "stored_tensors", wrong)
