@@ -213,19 +213,26 @@ def adopted(stages: Iterable[Stage], held: dict[Key, Held], given: Mapping[Key, 
 
 
 def compile_each(stages: Iterable[Stage], communicator: Communicator) -> None:
-    """Compile the forward of each stage, and with it its backward.
-
-    Collectives are in the graphs, but where many gradients are summed while backward runs: a graph has them all at its
-    end, so that it ends before each collective, and each of its parts hands on the gradients that it has.
-    """
+    """Compile the forward of each stage, and with it its backward. Collectives are in the graphs where they may be."""
     number = graph_number(communicator)
     for stage in stages:
-        summed = [(name, one) for name, one in stage.parameters.items() if one.used and one.reduce and not one.copies]
-        early = (getattr(stage, name) for name, one in summed if not one.rest or one.scatter == "micro_batch")
-        if sum(leaf.numel() * leaf.element_size() for leaf in early) <= communication_buckets.LEAST_BYTES:
+        if not (_recomputes(stage) or _sums_early(stage)):
             for axis in stage.axes:
                 setattr(stage, axis, replace(getattr(stage, axis), number=number))
         stage.forward = compiled(stage.forward, dtype_of_run, several=communicator.world_size > 1)
+
+
+def _recomputes(stage: Stage) -> bool:
+    """Return whether the stage's text recomputes regions, in which torch.compile has no effects in an order."""
+    return "recompute" in type(stage).forward.__code__.co_names
+
+
+def _sums_early(stage: Stage) -> bool:
+    """Return whether many gradients are summed while backward runs. A graph has them all at its end: one that ends
+    before each collective hands on what it has."""
+    summed = [(name, one) for name, one in stage.parameters.items() if one.used and one.reduce and not one.copies]
+    early = [getattr(stage, name) for name, one in summed if not one.rest or one.scatter == "micro_batch"]
+    return sum(leaf.numel() * leaf.element_size() for leaf in early) > communication_buckets.LEAST_BYTES
 
 
 def stages_of(module: ModuleType, rank: int) -> list[type[Stage]]:
