@@ -24,7 +24,7 @@ from verify.results.tolerance import FLOAT64_BOUND, Key, difference, largest
 from verify.results.verdict import Verdict
 
 DRAWS = 3  # runs with moved parameters
-_PARTS = (2, 3, 4)  # in which a sum may be computed
+PARTS = (2, 3, 4)  # in which a sum may be computed
 AGREES = 8.0  # times the noise of a tensor: the largest of a few draws is rarely exceeded by so much
 UNDECIDED = 64.0
 
@@ -98,7 +98,7 @@ def _draws(
                 if narrow:
                     stack.enter_context(NearTies(generator))
                 if narrow and draw:
-                    stack.enter_context(Reassociated(generator, _PARTS))
+                    stack.enter_context(Reassociated(generator, PARTS))
                 yield run(how, moved, dtype), right
 
 

@@ -148,8 +148,11 @@ def _varied(
         return checks, found, (*notes, *_said(judged, other.layout, other.records)), used
     why = [f"{finding.message}: {finding.cause}" for finding in judged.findings[:1]]
     why += [reason for _, reason in judged.reasons[:1]] if not why else []
-    message = f"{message}. With other data on every rank they do not work together: {'; '.join(why)}"
-    return *_undecided(message, None, "not_compared"), tuple(notes), used
+    refuted = any(check.verdict is Verdict.REFUTED for check in judged.checks)
+    words = "they do not work together: " if refuted else ""
+    message = f"{message}. With other data on every rank {words}{'; '.join(why)}"
+    help = next((finding.help for finding in judged.findings), None)
+    return *_undecided(message, None, "not_compared", help), tuple(notes), used
 
 
 @dataclass(frozen=True)

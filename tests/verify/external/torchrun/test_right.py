@@ -131,6 +131,39 @@ def test_its_own_dtype_where_float64_does_not_run(tmp_path: Path) -> None:
     assert any(note.startswith("the script does not run in float64") for note in report.notes)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(("broken", "verdict"), [("", Verdict.TESTED_CALIBRATED), ("whole", Verdict.REFUTED)])
+def test_rounding_of_mixed_precision_is_no_difference(tmp_path: Path, broken: str, verdict: Verdict) -> None:
+    """What is cast to bfloat16 rounds otherwise in a batch of other rows; clipping hands the norm's rounding on."""
+    script = tmp_path / "mixed.py"
+    script.write_text(MIXED)
+    report = verify_script([str(script), broken], ranks=2)
+    assert report.verdict is verdict, told(report)
+
+
+MIXED = """
+import sys, torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+torch.distributed.init_process_group("gloo")
+rank = torch.distributed.get_rank()
+torch.manual_seed(0)
+model = nn.Sequential(nn.Embedding(40, 16), nn.Linear(16, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 40))
+assert all(p.dtype == torch.float32 for p in model.parameters())
+if sys.argv[1] != "whole":
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+torch.manual_seed(100 + rank)
+for _ in range(3):
+    loss = (model(torch.randint(0, 40, (8, 12))).float() ** 2).mean()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
 def test_hooks_on_gradients_are_told(tmp_path: Path) -> None:
     script = tmp_path / "clamped.py"
     hooks = "for p in model.parameters():\n    p.register_hook(lambda gradient: gradient.clamp(-1.0, 1.0))\n"
