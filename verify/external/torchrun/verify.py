@@ -38,6 +38,10 @@ _CHECK_FILE = (
     "ranks may forbid; or write a check file, whose `model()` is the plain model: docs/verify-external.md"
 )
 _SAME_ROWS = "ranks that average their gradients take in the same data, and do the work of one"
+_LABELS = (
+    "every data part counts as many labels in these batches: a mean of the parts' means, which is another loss where "
+    "they count different numbers, does not show (a check file tries such numbers)"
+)
 Progress = Callable[[str], None]
 
 
@@ -267,6 +271,16 @@ def _unequal_settings(records: Sequence[ScriptRecord]) -> str | None:
     return None
 
 
+def _as_many_labels(layout: Layout, records: Sequence[ScriptRecord]) -> bool:
+    """Return whether the data hold integers, and as many negative ones, which losses ignore, in every data part."""
+    held = [records[layout.parts.index(part)].events for part in range(layout.count)]
+    counts = [
+        [int((t < 0).sum()) for kind in sorted(own) for event in own[kind] for t in event if t.dtype == torch.int64]
+        for own in held
+    ]
+    return bool(counts[0]) and all(own == counts[0] for own in counts)
+
+
 def _said(judged: Judged, layout: Layout, records: Sequence[ScriptRecord]) -> list[str]:
     """Say what was assumed."""
     notes = []
@@ -279,6 +293,8 @@ def _said(judged: Judged, layout: Layout, records: Sequence[ScriptRecord]) -> li
             "every rank takes in the same data, which is right for tensor and pipeline parallelism; with data "
             "parallelism a missing reduction does not show"
         )
+    if judged.passes and layout.count > 1 and _as_many_labels(layout, records):
+        notes.append(_LABELS)
     groups = sorted({group for record in records for group in record.groups})
     if groups:
         notes.append(f"process groups: {', '.join(str(list(group)) for group in groups)}")
