@@ -27,6 +27,7 @@ DRAWS = 3  # runs with moved parameters
 PARTS = (2, 3, 4)  # in which a sum may be computed
 AGREES = 8.0  # times the noise of a tensor: the largest of a few draws is rarely exceeded by so much
 UNDECIDED = 64.0
+LARGEST = 0.25  # that agrees: what ranks that do not work together differ by is larger, whatever the noise
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Noise:
         """Judge a difference: agrees, undecided or refuted."""
         level = Verdict.TESTED_EXACT if self.exact else Verdict.TESTED_CALIBRATED
         noise = self.noise.get(key, 0.0)
-        if relative <= self.bound or (not self.exact and relative <= AGREES * noise):
+        if relative <= self.bound or (not self.exact and relative <= min(AGREES * noise, LARGEST)):
             return level
         return Verdict.INCONCLUSIVE if relative <= UNDECIDED * noise else Verdict.REFUTED
 
