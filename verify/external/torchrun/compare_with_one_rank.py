@@ -285,6 +285,7 @@ def _judged(
     return Judged(chosen, reasons, tuple(checks), tuple(found))
 
 
+_SHARE = 0.02  # how far what is taken for a part's share may be from it, for rounding
 _PARTS = "where that mean is meant: --reference parts"
 
 
@@ -297,10 +298,12 @@ def _with_assumption(judged: Judged, made: Sequence[Attempt]) -> Judged:
     cause = "a mean over unequal counts, statistics of a part's rows alone, or rows that belong together on other ranks"
     whole = next((attempt for attempt in made if attempt.way in ("own", "whole") and not attempt.agrees), None)
     if whole is not None:
-        differing = next(difference for result in whole.compared for difference in result.differences)
-        message += f"not with the script on one rank, given the rows of all: {differing.name or 'the loss'} differs"
+        differences = [difference for result in whole.compared for difference in result.differences]
         parts = len(judged.attempt.run.reference.steps[0].part_losses)
-        if abs(_factor(differing) * parts - 1.0) < 1e-3:
+        shares = [one for one in differences if abs(_factor(one) * parts - 1.0) < _SHARE]
+        differing = (shares or differences)[0]
+        message += f"not with the script on one rank, given the rows of all: {differing.name or 'the loss'} differs"
+        if shares:
             cause = (
                 f"it is 1/{parts} of that, as where a loss is a sum over rows, and gradients are averaged over parts"
             )

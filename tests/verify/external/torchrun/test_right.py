@@ -98,6 +98,14 @@ def test_a_mean_over_data_parts_is_not_the_script_on_whole_batches() -> None:
     assert "--reference parts" in str(finding.help)
 
 
+@pytest.mark.long
+def test_a_sum_that_is_averaged_is_named() -> None:
+    """Clipped gradients are the same: their norm alone shows that a loss over more rows is a larger one."""
+    report = verified("fsdp_transformer.py", 2)
+    assert report.verdict is Verdict.INCONCLUSIVE, told(report)
+    assert "it is 1/2 of that, as where a loss is a sum over rows" in str(report.findings[0].cause), told(report)
+
+
 def test_data_parts_are_those_of_the_mesh() -> None:
     report = verified("two_dimensions.py", 4)
     assert report.verdict is Verdict.TESTED_EXACT, told(report)
