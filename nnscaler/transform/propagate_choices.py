@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
+from pathlib import Path
 from typing import Any
 
 from nnscaler.errors import NnscalerError
@@ -24,7 +25,19 @@ from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.layout_conversion import STEP, find_path
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
-from nnscaler.layout import IN_STEP, INVARIANT, MICRO, REPLICATED, SLICE, Invariant, Replicated, Sharded, State, rows_of
+from nnscaler.layout import (
+    IN_STEP,
+    INVARIANT,
+    MICRO,
+    REPLICATED,
+    SLICE,
+    Invariant,
+    Partial,
+    Replicated,
+    Sharded,
+    State,
+    rows_of,
+)
 from nnscaler.transform.split_candidates import split_of
 
 
@@ -153,7 +166,7 @@ def _cheapest(following: _Following, op: Operation) -> Choice:
     if cost == inf:
         if following.axis.name == SLICE:
             raise _needs_later(op, signature)
-        raise _coupled(op, signature) if following.axis.name == MICRO else _in_pieces(op, following)
+        raise _coupled(op, following) if following.axis.name == MICRO else _in_pieces(op, following)
     return options[best]
 
 
@@ -223,19 +236,38 @@ def _needs_later(op: Operation, signature: Signature) -> NnscalerError:
     return NnscalerError("slices_coupled", message, where=op.where, help=help)
 
 
-def _coupled(op: Operation, signature: Signature) -> NnscalerError:
+def _summed_by(op: Operation, following: _Following) -> Operation | None:
+    """Return the operation whose result became a sum of terms on the axis, and reaches this one as such; None where
+    nothing does."""
+    found: Operation | None = None
+    while True:
+        terms = [name for name in (found or op).inputs if isinstance(following.states[name], Partial)]
+        maker = following.graph.producers.get(terms[0]) if terms else None
+        if maker is None:
+            return found
+        found = maker
+
+
+def _coupled(op: Operation, following: _Following) -> NnscalerError:
+    signature, summed = following.signatures[op.name], _summed_by(op, following)
     cure = "compute this value from the inputs alone, so that it can be computed once per step"
     if signature.bound is None:
         cure = f"say how it splits, which nothing says yet: nnscaler.register_op annotates {op.operator}"
     what = f"{op.operator} ({op.name}, in {op.module or 'the model'})"
     if op.operator == "aten.to.dtype":
         cure = "sum in float32 (the loss of `logits.float()`): a rounded sum is not the sum of rounded terms"
+    spec = None if summed is None else following.signatures[summed.name].spec
+    why = ""
+    if summed is not None and spec is not None and spec.gathers:  # by indices of the whole batch, sorted by expert say
+        at = f", {Path(summed.where.file).name}:{summed.where.line}" if summed.where else ""
+        why = f": {summed.operator} ({summed.name}{at}) gathers rows of the whole batch, and a micro-batch has some"
+        cure = "dp in the place of pp; or gather the rows of each sample by itself, as examples/moe_dispatch.py does"
     if op.operator.startswith("nnscaler.batch_"):  # nobody wrote that name
         what = f"batch norm `{op.module}` takes its statistics over the whole batch: it"
         cure = "dp or tp in the place of pp; or a norm of each sample, such as GroupNorm"
     return NnscalerError(
         "micro_batches_coupled",
-        f"{what} needs the values of all micro-batches at once",
+        f"{what} needs the values of all micro-batches at once{why}",
         where=op.where,
         help=f"use one micro-batch (--micro-batches 1), with which stages wait for each other; or {cure}",
     )

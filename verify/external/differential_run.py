@@ -254,14 +254,19 @@ class ExternalCase:
         return whole.check(self.level), refuted
 
     def undecided(
-        self, checks: tuple[Check, ...], found: tuple[Finding, ...]
+        self, records: Sequence[RankRecord], checks: tuple[Check, ...], found: tuple[Finding, ...]
     ) -> tuple[tuple[Check, ...], tuple[Finding, ...]] | None:
-        """Return what is refuted as undecided where a step draws random numbers: ranks draw for their own rows."""
-        of_values = all(finding.code in _OF_VALUES for finding in found)
-        if not of_values or not draws_beside_dropout(self.program, self.model, self.truth.batch):
+        """Return what is refuted as undecided where ranks were given other rows than they work on, or where a step
+        draws random numbers: ranks draw for their own rows."""
+        if any(finding.code not in _OF_VALUES for finding in found):
             return None
-        cause = "a step draws random numbers, which are others on ranks that see other rows"
-        help = "draw them in `batch()`, whose rows are divided, or take them out: only then a difference says something"
+        cause = _on_another_mesh(records)
+        help = "use the mesh that `parallelize` is given, or let `mesh` of the check file name its axes in that order"
+        if cause is None:
+            if not draws_beside_dropout(self.program, self.model, self.truth.batch):
+                return None
+            cause = "a step draws random numbers, which are others on ranks that see other rows"
+            help = "draw them in `batch()`, whose rows are divided, or take them out: else a difference says nothing"
         checks = tuple(replace(c, verdict=Verdict.INCONCLUSIVE, refuted=0) if c.refuted else c for c in checks)
         return checks, tuple(replace(finding, code="not_compared", cause=cause, help=help) for finding in found)
 
@@ -295,6 +300,20 @@ class ExternalCase:
         except RanksFailed:
             return False
         return all(not result.differences for result in compared)
+
+
+def _on_another_mesh(records: Sequence[RankRecord]) -> str | None:
+    """Say where a rank stands on the mesh that a program made for itself; None where that is its place on ours."""
+    for record in records:
+        ours = {axis: place for axis, place in record.coordinate.items() if axis in record.placed}
+        theirs = {axis: record.placed[axis] for axis in ours}
+        if ours != theirs:
+            here, there = (" ".join(f"{axis}={at}" for axis, at in one.items()) for one in (theirs, ours))
+            return (
+                f"the program makes a mesh of its own, on which rank {record.rank} is at {here}; on the check file's, "
+                f"by which rows are dealt out, it is at {there}"
+            )
+    return None
 
 
 _OF_VALUES = frozenset(

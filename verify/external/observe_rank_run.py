@@ -69,6 +69,7 @@ class RankRecord:
                 operators for which DTensor changed the layout of an operand in the first step, one entry each time
     hooked      parameters with a hook of the program's on their gradient
     evaluating  modules in evaluation mode after the steps, where all of the plain model's are in training mode
+    placed      coordinate on the meshes of its DTensors, by the names of their axes
     """
 
     rank: int
@@ -80,6 +81,7 @@ class RankRecord:
     redistributed: tuple[str, ...] = ()
     hooked: tuple[str, ...] = ()
     evaluating: tuple[str, ...] = ()
+    placed: Mapping[str, int] = field(default_factory=dict)
 
 
 def observe(
@@ -112,10 +114,16 @@ def observe(
             with watch_redistributions(moves.append if number == 0 else lambda move: None):
                 steps.append(_step(program, made, optimizer, rows_of(program, reference, rank, number), number))
         held = sum(_bytes(value) for state in optimizer.state.values() for value in state.values())
+        placed = dict(_placed(tensor for _, tensor, _ in tensors_of_program(made, program)))
         resting = [name or type(module).__name__ for name, module in _named_modules(made) if not module.training]
     evaluating = tuple(resting) if all(module.training for module in model.modules()) else ()
     at = coordinates(program)[rank]
-    return RankRecord(rank, at, pieces, tuple(steps), frozenset(dtypes), held, tuple(moves), hooked, evaluating)
+    return RankRecord(rank, at, pieces, tuple(steps), frozenset(dtypes), held, tuple(moves), hooked, evaluating, placed)
+
+
+def _placed(tensors: Iterable[Tensor]) -> Iterator[tuple[str, int]]:
+    for mesh in (tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)):
+        yield from zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=False)
 
 
 def _named_modules(made: Any) -> Iterator[tuple[str, nn.Module]]:

@@ -225,7 +225,7 @@ def verify_in(
     checks = tuple(result.check(case.level) for result in compared if result.name != "gradient norm" or result.count)
     found = findings(run, compared)
     right = all(check.verdict is not Verdict.REFUTED for check in checks)
-    drawn = None if right else case.undecided(checks, found)
+    drawn = None if right else case.undecided(ran.results, checks, found)
     if drawn is not None:
         checks, found = drawn
     elif not right and not known:

@@ -8,6 +8,7 @@ import io
 import logging
 import re
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -23,6 +24,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.distributions import Distribution
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.nn.utils.rnn import PackedSequence
 
 from nnscaler.errors import NnscalerError, SourceLocation
 from nnscaler.runtime.start_autograd import start_autograd
@@ -161,6 +163,15 @@ _HELP_PAST = (
     "inside of forward, such as a penalty, in a function and register it: @nnscaler.register_op"
 )
 _PAST = re.compile(r"\.data\b|autograd\.grad\(")
+_PACKED = (
+    "forward packs sequences (pack_padded_sequence): how many of them a step of the recurrent layer has is read from "
+    "their lengths, and a program has one size for every batch"
+)
+_HELP_PACKED = (
+    "give the layer the padded batch, mask its outputs by the lengths, and take the last of each sequence by gather: "
+    "outputs of a layer in one direction are the same; or put the layer with its packing in a function and register "
+    "it: @nnscaler.register_op"
+)
 _HELP_OTHER = "if the model runs on this batch without nnscaler, put the part that fails in a function and register it"
 
 
@@ -308,12 +319,21 @@ def _draft(module: LossModule, tensors: tuple[Tensor, ...], first: Exception, he
 
 
 def _trace_failed(error: BaseException, help_text: str) -> NnscalerError:
+    told = f"torch.export cannot trace the model: {_first_line(error)}"
+    if _packs(error):
+        told, help_text = _PACKED, _HELP_PACKED
     return NnscalerError(
         "trace_failed",
-        f"torch.export cannot trace the model: {_first_line(error)}",
+        told,
         where=location_of_exception(error),
         help=help_text,
     )
+
+
+def _packs(error: BaseException) -> bool:
+    """Return whether what failed is a call with a packed sequence, whose sizes are numbers in its data."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(isinstance(value, PackedSequence) for frame in frames for value in frame.f_locals.values())
 
 
 def _first_line(error: BaseException) -> str:

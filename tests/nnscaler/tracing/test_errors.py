@@ -62,9 +62,21 @@ class Penalty(Model):
         return self.proj(x).sum() + slope.square().sum()
 
 
+class Packs(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.expand(2, -1, -1)
+        packed = nn.utils.rnn.pack_padded_sequence(rows, torch.tensor([2, 2, 1, 1]))
+        return self.rnn(packed)[1][0].sum()
+
+
 @pytest.mark.parametrize(
     ("kind", "message", "line"),
     [
+        (Packs, "forward packs sequences (pack_padded_sequence)", "return self.rnn(packed)[1][0].sum()"),
         (Codes, "forward goes past autograd", "self.codes.data.mul_(0.9).add_(h.mean(0).detach(), alpha=0.1)"),
         (
             Penalty,

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from nnscaler.errors import NnscalerError
 from tests.verify.external import programs
 from tests.verify.external.programs import program
+from verify.external.comparison.reference_rounding_noise import Noise
 from verify.external.differential_run import ExternalSettings
 from verify.external.ranks.keep_float64_in_backward import exact_throughout
 from verify.external.verify import verify_program
@@ -48,6 +49,16 @@ def test_wrong_gradients_under_mixed_precision_have_their_factor() -> None:
     (finding,) = verify_program(program(mixed_and_summed, dp=2)).findings
     assert (finding.code, finding.counter_example["factor"]) == ("gradient_differs", "2")
     assert finding.counter_example["dtype"] == "float64"
+
+
+@pytest.mark.parametrize(
+    ("relative", "verdict"),
+    [(0.2, Verdict.TESTED_CALIBRATED), (0.5, Verdict.INCONCLUSIVE), (1.0, Verdict.INCONCLUSIVE)],
+)
+def test_noise_explains_no_gradient_that_is_missing(relative: float, verdict: Verdict) -> None:
+    """Where choices among near values make a model chaotic in bfloat16, zeros would be within a few times its noise."""
+    key = ("gradient", 0, "router.weight")
+    assert Noise({key: 0.3}, torch.finfo(torch.bfloat16).eps, exact=False).judge(key, relative) is verdict
 
 
 def test_a_policy_is_its_authors_outside_of_float64() -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.verify.external import programs
 from tests.verify.external.programs import program
@@ -153,3 +154,22 @@ def test_an_optimizer_that_averages_too_late_is_refuted() -> None:
     one = program(programs.unreduced, dp=2)
     report = verified(replace(one, optimizer=lambda model: AveragingLate(model.parameters(), lr=0.1)))
     assert codes(report) == (Verdict.REFUTED, {"parameter_differs"}), report.findings
+
+
+# A mesh of the program's own.
+
+
+@pytest.mark.parametrize("axes", [pytest.param(("dp", "tp"), marks=pytest.mark.long), ("tp", "dp")])
+def test_axes_of_another_order_are_told(axes: tuple[str, str]) -> None:
+    """Rows are dealt out by the check file's mesh: on another one, ranks of one group get rows of several parts."""
+
+    def on_its_own_mesh(model: nn.Module, mesh: DeviceMesh) -> None:
+        programs.both(model, init_device_mesh("cpu", (2, 2), mesh_dim_names=axes))
+
+    report = verified(program(on_its_own_mesh, dp=2, tp=2))
+    if axes == ("dp", "tp"):
+        assert report.verdict.passes
+        return
+    assert codes(report) == (Verdict.INCONCLUSIVE, {"not_compared"})
+    assert "on which rank 1 is at dp=1 tp=0; on the check file's" in str(report.findings[0].cause)
+    assert "in that order" in str(report.findings[0].help)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from nnscaler.tracing.float64_run import exact, run_backward
@@ -25,6 +26,8 @@ CASES: dict[str, Compute] = {
     "sum of all": lambda x: x.sum(),
     "mean": lambda x: x.mean(-1),
     "mean of all": lambda x: x.mean(),
+    "norm": torch.linalg.vector_norm,
+    "norms of rows": lambda x: torch.linalg.vector_norm(x.view(2, 6, 7), 1, dim=(1, 2), keepdim=True),
     "cross entropy": lambda x: F.cross_entropy(x, LABELS, ignore_index=-100),
     "cross entropy, summed": lambda x: F.cross_entropy(x, LABELS, ignore_index=-100, reduction="sum"),
     "layer norm": lambda x: F.layer_norm(x, (7,), x[0], x[1]),
@@ -57,6 +60,12 @@ def test_only_the_rounding_changes(name: str) -> None:
         torch.testing.assert_close(grad.double(), right[1], rtol=3e-5, atol=3e-5)
     plain = gradient(CASES[name], x)
     assert any(not torch.equal(a, b) for run in runs for a, b in zip(run, plain, strict=True)), "no sum was cut"
+
+
+def test_what_stands_for_a_shape_is_left_alone() -> None:
+    """DTensor asks what shape a result would have by calling operators on tensors without numbers."""
+    with Reassociated(torch.Generator().manual_seed(0), (3,)), FakeTensorMode():
+        assert torch.linalg.vector_norm(torch.ones(8)).shape == ()
 
 
 def test_float64_is_left_alone() -> None:

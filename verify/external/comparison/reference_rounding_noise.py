@@ -24,9 +24,10 @@ from verify.results.tolerance import FLOAT64_BOUND, Key, difference, largest_fin
 from verify.results.verdict import Verdict
 
 DRAWS = 3  # runs with moved parameters
-_PARTS = (2, 3, 4)  # in which a sum may be computed
+PARTS = (2, 3, 4)  # in which a sum may be computed
 AGREES = 8.0  # times the noise of a tensor: the largest of a few draws is rarely exceeded by so much
 UNDECIDED = 64.0
+LARGEST = 0.25  # that agrees: what ranks that do not work together differ by is larger, whatever the noise
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Noise:
         """Judge a difference: agrees, undecided or refuted."""
         level = Verdict.TESTED_EXACT if self.exact else Verdict.TESTED_CALIBRATED
         noise = self.noise.get(key, 0.0)
-        if relative <= self.bound or (not self.exact and relative <= AGREES * noise):
+        if relative <= self.bound or (not self.exact and relative <= min(AGREES * noise, LARGEST)):
             return level
         return Verdict.INCONCLUSIVE if relative <= UNDECIDED * noise else Verdict.REFUTED
 
@@ -98,7 +99,7 @@ def _draws(
                 if narrow:
                     stack.enter_context(NearTies(generator))
                 if narrow and draw:
-                    stack.enter_context(Reassociated(generator, _PARTS))
+                    stack.enter_context(Reassociated(generator, PARTS))
                 yield run(how, moved, dtype), right
 
 

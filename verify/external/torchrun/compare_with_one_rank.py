@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -203,20 +204,21 @@ def _with_part_losses(
 
 
 def _noise(runner: ScriptRunner, material: Material, double: bool, way: Way, truth: PlainReference) -> Noise:
-    """Run the same reference from parameters that are moved by a unit in the last place."""
+    """Run the same reference from parameters that are moved by a unit in the last place, with its sums taken in another
+    order: a norm by which a script clips is such a sum, and so is what a cast to bfloat16 rounds."""
     generator = torch.Generator().manual_seed(0)
     noise: dict[Key, float] = {}
-    for _ in range(DRAWS):
+    for draw in range(DRAWS):
         start = {
             name: moved(value, value.dtype, generator) if value.is_floating_point() else value
             for name, value in material.start.items()
         }
-        try:
-            made = runner.fed(double, replace(material, start=start), way)
-        except (NotMatched, Failed):
-            continue
-        for key, value in distances(reference_of(made, len(truth.steps)), truth):
-            noise[key] = max(noise.get(key, 0.0), value)
+        for seed in (draw, None):  # a script may not run under what takes its sums in another order
+            with suppress(NotMatched, Failed):
+                made = runner.fed(double, replace(material, start=start, reordered=seed), way)
+                for key, value in distances(reference_of(made, len(truth.steps)), truth):
+                    noise[key] = max(noise.get(key, 0.0), value)
+                break
     return Noise(noise, torch.finfo(truth.dtype).eps, double)
 
 
@@ -283,6 +285,7 @@ def _judged(
     return Judged(chosen, reasons, tuple(checks), tuple(found))
 
 
+_SHARE = 0.02  # how far what is taken for a part's share may be from it, for rounding
 _PARTS = "where that mean is meant: --reference parts"
 
 
@@ -292,20 +295,35 @@ def _with_assumption(judged: Judged, made: Sequence[Attempt]) -> Judged:
     if judged.attempt is None or judged.attempt.way != "part" or not judged.attempt.run.reference.steps[0].part_losses:
         return judged
     message = "the ranks agree with the mean over the data parts, each by itself, and "
+    cause = "a mean over unequal counts, statistics of a part's rows alone, or rows that belong together on other ranks"
     whole = next((attempt for attempt in made if attempt.way in ("own", "whole") and not attempt.agrees), None)
     if whole is not None:
-        differing = next(difference for result in whole.compared for difference in result.differences)
+        differences = [difference for result in whole.compared for difference in result.differences]
+        parts = len(judged.attempt.run.reference.steps[0].part_losses)
+        shares = [one for one in differences if abs(_factor(one) * parts - 1.0) < _SHARE]
+        differing = (shares or differences)[0]
         message += f"not with the script on one rank, given the rows of all: {differing.name or 'the loss'} differs"
+        if shares:
+            cause = (
+                f"it is 1/{parts} of that, as where a loss is a sum over rows, and gradients are averaged over parts"
+            )
     else:
         reason = dict(judged.reasons)["whole"]
         message += f"the script could not be run on one rank with the rows of all: {reason}"
-    cause = "a mean over unequal counts, statistics of a part's rows alone, or rows that belong together on other ranks"
     check = Check("whole batches", Verdict.INCONCLUSIVE, 1, 0, detail="the mean over data parts is assumed to be right")
     return replace(
         judged,
         checks=(*judged.checks, check),
         findings=(*judged.findings, Finding("not_compared", message, cause=cause, help=_PARTS)),
     )
+
+
+def _factor(differing: Difference) -> float:
+    """Return how many times the right value it is; 0 where that is not known."""
+    if differing.cause.kind == "scaled":
+        return differing.cause.factor
+    one = differing.name == "norm" and float(differing.expected)
+    return float(differing.actual) / one if one else 0.0
 
 
 # Ranks that hold the same elements.

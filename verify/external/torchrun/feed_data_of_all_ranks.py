@@ -38,6 +38,8 @@ class Material:
     start  whole parameters before the first step, by name; without those that cannot be put together
     settings for each step: those of each group of parameters
     draws  random numbers that each data part drew outside of models; empty where all drew the same
+    reordered
+           a seed for another order of the sums (`Start`)
     """
 
     parts: tuple[Events, ...]
@@ -45,6 +47,7 @@ class Material:
     start: Mapping[str, Tensor]
     settings: tuple[tuple[Settings, ...], ...]
     draws: tuple[Tensors, ...] = ()
+    reordered: int | None = None
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,8 @@ class Start:
     devices that torch.accelerator counts; 0: one for each rank
     dropout is on
     louder  factor of every gradient
+    reordered
+            a seed: sums in narrow dtypes are taken in parts, and in an order that it draws
     """
 
     words: tuple[str, ...]
@@ -41,6 +43,7 @@ class Start:
     devices: int = 0
     dropout: bool = False
     louder: float = 1.0
+    reordered: int | None = None
 
 
 @dataclass(frozen=True)

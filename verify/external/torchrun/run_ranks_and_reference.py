@@ -91,6 +91,7 @@ class ScriptRunner:
             feed = RanksFeed(material, way, notes.append, part, add_up)
             store = folder / f"store-{part}"
             start = Start(self.words, 0, 1, store, self.steps, double, devices=self.ranks, louder=self.louder)
+            start = replace(start, reordered=material.reordered)
             run_script(start, _saver(folder, part, notes), feed)
 
         run_apart(task, count, self.timeout, folder)

@@ -7,18 +7,21 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
 
 from nnscaler.errors import NnscalerError
 from verify.evidence.inputs.random_state import seed_all
+from verify.external.comparison.reference_rounding_noise import PARTS
 from verify.external.ranks.dtensor_attention import register_attention
 from verify.external.ranks.torch_private import FileStore
 from verify.external.torchrun.cuda_on_cpu import cpu_changes, replaced
 from verify.external.torchrun.feed_data_of_all_ranks import RanksFeed
 from verify.external.torchrun.records import ScriptRecord, Start, Stopped
 from verify.external.torchrun.watch import ScriptWatch
+from verify.programs.low_precision.reassociation_mode import Reassociated
 
 
 def torchrun_environment(start: Start) -> Mapping[str, str]:
@@ -82,7 +85,7 @@ def run_script(start: Start, save: Callable[[ScriptRecord], None], feed: RanksFe
     sys.path.insert(0, str(Path.cwd()) if module else str(Path(words[0]).resolve().parent))
     store = None if start.store is None else FileStore(str(start.store), start.ranks)
     changes = cpu_changes(start.ranks, start.rank, store, watch.tell, watch.groups, start.devices or start.ranks)
-    with replaced(changes), watch.open():
+    with replaced(changes), watch.open(), _sums_of(start):
         try:
             if module:
                 runpy.run_module(words[0], run_name="__main__", alter_sys=True)
@@ -96,6 +99,12 @@ def run_script(start: Start, save: Callable[[ScriptRecord], None], feed: RanksFe
                 raise error.with_traceback(stop.__traceback__) from None
     if not watch.stopped:
         saved(watch.record())
+
+
+def _sums_of(start: Start) -> AbstractContextManager[object]:
+    if start.reordered is None:
+        return nullcontext()
+    return Reassociated(torch.Generator().manual_seed(start.reordered), PARTS)
 
 
 def _check_accelerate() -> None:

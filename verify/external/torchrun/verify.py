@@ -36,6 +36,10 @@ _CHECK_FILE = (
     "ranks may forbid; or write a check file, whose `model()` is the plain model: docs/verify-external.md"
 )
 _SAME_ROWS = "ranks that average their gradients take in the same data, and do the work of one"
+_LABELS = (
+    "every data part counts as many labels in these batches: a mean of the parts' means, which is another loss where "
+    "they count different numbers, does not show (a check file tries such numbers)"
+)
 Progress = Callable[[str], None]
 
 
@@ -146,8 +150,11 @@ def _varied(
         return checks, found, (*notes, *_said(judged, other.layout, other.records)), used
     why = [f"{finding.message}: {finding.cause}" for finding in judged.findings[:1]]
     why += [reason for _, reason in judged.reasons[:1]] if not why else []
-    message = f"{message}. With other data on every rank they do not work together: {'; '.join(why)}"
-    return *_undecided(message, None, "not_compared"), tuple(notes), used
+    refuted = any(check.verdict is Verdict.REFUTED for check in judged.checks)
+    words = "they do not work together: " if refuted else ""
+    message = f"{message}. With other data on every rank {words}{'; '.join(why)}"
+    help = next((finding.help for finding in judged.findings), None)
+    return *_undecided(message, None, "not_compared", help), tuple(notes), used
 
 
 @dataclass(frozen=True)
@@ -260,6 +267,16 @@ def _unequal_settings(records: Sequence[ScriptRecord]) -> str | None:
     return None
 
 
+def _as_many_labels(layout: Layout, records: Sequence[ScriptRecord]) -> bool:
+    """Return whether the data hold integers, and as many negative ones, which losses ignore, in every data part."""
+    held = [records[layout.parts.index(part)].events for part in range(layout.count)]
+    counts = [
+        [int((t < 0).sum()) for kind in sorted(own) for event in own[kind] for t in event if t.dtype == torch.int64]
+        for own in held
+    ]
+    return bool(counts[0]) and all(own == counts[0] for own in counts)
+
+
 def _said(judged: Judged, layout: Layout, records: Sequence[ScriptRecord]) -> list[str]:
     """Say what was assumed."""
     notes = []
@@ -272,6 +289,8 @@ def _said(judged: Judged, layout: Layout, records: Sequence[ScriptRecord]) -> li
             "every rank takes in the same data, which is right for tensor and pipeline parallelism; with data "
             "parallelism a missing reduction does not show"
         )
+    if judged.passes and layout.count > 1 and _as_many_labels(layout, records):
+        notes.append(_LABELS)
     groups = sorted({group for record in records for group in record.groups})
     if groups:
         notes.append(f"process groups: {', '.join(str(list(group)) for group in groups)}")

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
@@ -35,6 +37,8 @@ class RulesMode(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if DTensor in types:
+            return NotImplemented  # it calls the operators of its local tensors, which come here
         rule = self._rules.get(func)
         # a mode of functions around this one (`exact`) has had its say: it must not see what autograd asks for
         with torch._C.DisableTorchFunction():
@@ -63,7 +67,9 @@ class Reassociated(RulesMode):
 
 def _is_low(args: Sequence[Any]) -> bool:
     first = next((a for a in args if isinstance(a, Tensor)), None)
-    return first is not None and first.dtype in LOW and first.device.type != "meta"
+    if first is None or isinstance(first, FakeTensor):  # of DTensor, which asks for the shape of a result
+        return False
+    return first.dtype in LOW and first.device.type != "meta"
 
 
 def _total(parts: Iterator[Tensor]) -> Tensor:
@@ -112,6 +118,16 @@ def _reduced(cut: Cut, func: Any, x: Tensor, dim: Sequence[int] | None = None, *
 def _reduced_all(cut: Cut, func: Any, x: Tensor, **named: Any) -> Tensor:
     over = aten.mean.dim if "mean" in str(func) else aten.sum.dim_IntList
     return func(x, **named) if x.dim() == 0 else _reduced(cut, over, x, None, **named)
+
+
+def _norm(cut: Cut, func: Any, x: Tensor, power: float = 2, dim: Any = None, *rest: Any, **named: Any) -> Tensor:
+    """Take the norm of parts along the longest dim, and of these norms another."""
+    dims = list(range(x.dim())) if dim is None else [d % x.dim() for d in ([dim] if isinstance(dim, int) else dim)]
+    if not dims or x.numel() == 0 or power <= 0:
+        return func(x, power, dim, *rest, **named)  # type: ignore[no-any-return]
+    along = max(dims, key=lambda d: x.shape[d])
+    parts = [func(x.index_select(along, i), power, dims, *rest, **named) for i in cut(x.shape[along])]
+    return func(torch.stack(parts), power, [0])  # type: ignore[no-any-return]
 
 
 def _nll_loss(
@@ -180,6 +196,7 @@ _RULES: Mapping[Any, Callable[..., Any]] = MappingProxyType(
         aten.mean.dim: _reduced,
         aten.sum.default: _reduced_all,
         aten.mean.default: _reduced_all,
+        aten.linalg_vector_norm.default: _norm,
         aten.nll_loss_forward.default: _nll_loss,
         aten.embedding_dense_backward.default: _embedding_backward,
         aten.native_layer_norm_backward.default: _layer_norm_backward,

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.experimental import context_parallel
 
 from verify.self_test.external.megatron_style_layers import (
     Copied,
@@ -153,6 +154,51 @@ def own_places_step(model: Any, batch: Any) -> Tensor:
     """Return the loss of this rank's piece of every sentence."""
     ids, labels = (own_piece(t, dist.group.WORLD, 1) for t in batch)  # type: ignore[arg-type]
     return cross_entropy(model(ids), labels)
+
+
+class Divided(nn.Module):
+    """A decoder of which torch divides the sentences: it deals them out in pieces of their beginning and their end.
+
+    placed  torch divides the positions as well; else they are those of one piece of the sentence
+    """
+
+    def __init__(self, model: Gpt, mesh: DeviceMesh, placed: bool) -> None:
+        super().__init__()
+        assert model.places is not None
+        self.model, self.mesh = model, mesh
+        self.places = None if placed else OwnPlaces(model.places, mesh.get_group(), shifted=True)
+        self.table = model.places.weight
+        model.places = None
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        buffers = [ids.clone(), labels.clone(), torch.arange(ids.shape[1])]
+        with context_parallel(self.mesh, buffers=buffers, buffer_seq_dims=[1, 1, 0], no_restore_buffers={*buffers}):
+            rows, wanted, places = buffers
+            assert self.model.words is not None
+            here = F.embedding(places, self.table) if self.places is None else self.places(torch.arange(rows.shape[1]))
+            loss = cross_entropy(self.model(self.model.words(rows) + here), wanted)
+            loss.backward()
+        return loss.detach()
+
+
+@dataclass(frozen=True)
+class TorchContextParallel:
+    """Torch divides the sentences; gradients are averaged as in data parallelism."""
+
+    placed: bool = True
+    average: bool = True
+
+    def __call__(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(model, Gpt)
+        group = mesh.get_group("cp")
+        for parameter in model.parameters() if self.average else ():
+            parameter.register_post_accumulate_grad_hook(lambda p: averaged(p, group))
+        return Divided(model, mesh["cp"], self.placed)
+
+
+def divided_step(model: Any, batch: Any) -> Tensor:
+    """Return the loss of what torch gives this rank of every sentence."""
+    return model(*batch)  # type: ignore[no-any-return]
 
 
 # -- expert parallelism -----------------------------------------------------------------------------------------------

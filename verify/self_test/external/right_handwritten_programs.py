@@ -42,6 +42,8 @@ def _divided() -> Iterator[ExternalProgram]:
     for ranks in (2, 4):
         cp = {"mesh": (("cp", ranks),)}
         yield program(f"cp={ranks} gpt exchanged", gpt, exchanged, ranks, ds.own_places_step, **cp)
+    cp = {"mesh": (("cp", 2),)}
+    yield program("cp=2 gpt torch", gpt, ds.TorchContextParallel(), 2, ds.divided_step, **cp)
     for ranks in (2, 4):
         ep: dict[str, Any] = {"mesh": (("ep", ranks),)}
         yield program(f"ep={ranks} moe", Moe, ds.ExpertParallel(), ranks, **ep)

@@ -48,6 +48,20 @@ def test_where_nothing_else_is_permitted_the_reason_is_told(graph: Graph) -> Non
     assert e.value.code == "micro_batches_coupled" and "one micro-batch" in (e.value.help or "")
 
 
+def test_rows_that_are_gathered_out_of_the_whole_batch_are_named() -> None:
+    """Tokens sorted by expert: grouped products hand terms of a sum on, and what comes after could not say why."""
+
+    class Grouped(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            order = torch.argsort(super().forward(x).argmax(-1))
+            ends = torch.tensor([3, 8], dtype=torch.int32)
+            return torch._grouped_mm(x[order], self.weight.t().expand(2, -1, -1), offs=ends).relu().sum()
+
+    with pytest.raises(NnscalerError, match=r"aten.relu.* at once: aten.index.Tensor \(index, test_coupled.py") as e:
+        nnscaler.parallelize(Grouped(16, 8), {"x": torch.randn(8, 16)}, ranks=2, plan="dp=2", micro_batches=2)
+    assert e.value.code == "micro_batches_coupled" and "each sample by itself" in (e.value.help or "")
+
+
 @pytest.mark.parametrize("wide", [False, True])
 def test_a_sum_in_half_precision_says_where_to_sum(wide: bool) -> None:
     class Summed(torch.nn.Linear):

@@ -98,6 +98,14 @@ def test_a_mean_over_data_parts_is_not_the_script_on_whole_batches() -> None:
     assert "--reference parts" in str(finding.help)
 
 
+@pytest.mark.long
+def test_a_sum_that_is_averaged_is_named() -> None:
+    """Clipped gradients are the same: their norm alone shows that a loss over more rows is a larger one."""
+    report = verified("fsdp_transformer.py", 2)
+    assert report.verdict is Verdict.INCONCLUSIVE, told(report)
+    assert "it is 1/2 of that, as where a loss is a sum over rows" in str(report.findings[0].cause), told(report)
+
+
 def test_data_parts_are_those_of_the_mesh() -> None:
     report = verified("two_dimensions.py", 4)
     assert report.verdict is Verdict.TESTED_EXACT, told(report)
@@ -116,6 +124,7 @@ def test_equal_rows_that_a_script_draws_are_told_in_a_note() -> None:
 def test_what_was_done_for_the_script_is_told() -> None:
     notes = verified("gpt_train.py", 2).notes
     assert "the script asks for nccl: gloo took its place" in notes
+    assert any(note.startswith("every data part counts as many labels") for note in notes)
     assert "torch.compile was left out: the eager program was run" in notes
     notes = verified("sampler.py --batch-size 5", 3).notes
     assert "the script asks for cuda devices: they were the CPU" in notes
@@ -129,6 +138,39 @@ def test_its_own_dtype_where_float64_does_not_run(tmp_path: Path) -> None:
     assert report.verdict is Verdict.TESTED_CALIBRATED, told(report)
     assert report.environment["dtype"] == "float32"
     assert any(note.startswith("the script does not run in float64") for note in report.notes)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("broken", "verdict"), [("", Verdict.TESTED_CALIBRATED), ("whole", Verdict.REFUTED)])
+def test_rounding_of_mixed_precision_is_no_difference(tmp_path: Path, broken: str, verdict: Verdict) -> None:
+    """What is cast to bfloat16 rounds otherwise in a batch of other rows; clipping hands the norm's rounding on."""
+    script = tmp_path / "mixed.py"
+    script.write_text(MIXED)
+    report = verify_script([str(script), broken], ranks=2)
+    assert report.verdict is verdict, told(report)
+
+
+MIXED = """
+import sys, torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+torch.distributed.init_process_group("gloo")
+rank = torch.distributed.get_rank()
+torch.manual_seed(0)
+model = nn.Sequential(nn.Embedding(40, 16), nn.Linear(16, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 40))
+assert all(p.dtype == torch.float32 for p in model.parameters())
+if sys.argv[1] != "whole":
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+torch.manual_seed(100 + rank)
+for _ in range(3):
+    loss = (model(torch.randint(0, 40, (8, 12))).float() ** 2).mean()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
 
 
 def test_hooks_on_gradients_are_told(tmp_path: Path) -> None:

@@ -215,6 +215,8 @@ DIVIDED = (
     row("context", "cp=4 gpt exchanged", "the gradient of exchanged heads is not sent back", ANY,
         _heads(_exchange(lambda x, g: x))),
     row("context", "cp=2 gpt exchanged", "heads are not exchanged", f"{ANY} permuted", _heads(lambda x, g: x)),
+    row("context", "cp=2 gpt torch", "positions are those of one piece of the sentence", ANY, e.choice(placed=False)),
+    row("context", "cp=2 gpt torch", "gradients are not averaged", f"{LOST} {ANY}", e.choice(average=False)),
     row("experts", "ep=2 moe", "the gradient of rows is not summed", f"{LOST} {ANY}", e.choice(shared=lambda x, g: x)),
     row("experts", "ep=4 moe", "the router's gradient is not summed", f"{LOST} {ANY}", e.choice(router=False)),
     row("experts", "ep=3 moe", "the router's gradient is not summed", f"{LOST} {ANY}", e.choice(router=False)),
