@@ -7,8 +7,9 @@ communicator that the executor was given.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -37,6 +38,19 @@ _call_with: dict[str, Function] = {"apart": _call}
 def apart(function: Function, *arguments: Any) -> Any:
     """Call `function(*arguments)` outside of what is compiled."""
     return _call_with["apart"](function, *arguments)
+
+
+def leave_in_python(functions: Iterable[Any]) -> None:
+    """Compile no frames of those of these functions that call something apart.
+
+    Where a stage's graph ends inside of one, torch.compile would compile the function too, once for each kind of
+    arguments, until it warns of too many. There is nothing in it but the call.
+    """
+    import torch._dynamo.eval_frame  # takes seconds
+
+    for function in functions:
+        if isinstance(function, FunctionType) and {"apart", "_convert", "_call_with"} & {*function.__code__.co_names}:
+            torch._dynamo.eval_frame.skip_code(function.__code__)
 
 
 def unseen(function: Function) -> Function:
