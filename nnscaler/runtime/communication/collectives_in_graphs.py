@@ -8,7 +8,8 @@ makes the calls of its text in the order of its text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from threading import Lock
@@ -81,13 +82,21 @@ def _rows_of_shapes(sizes: list[int], ranks: int) -> list[list[Shape]] | None:
     return None if shapes is None else [shapes[i * ranks : (i + 1) * ranks] for i in range(ranks)]
 
 
-# Each operator, and what it returns of tensors without values. `place`: empty where it is not known.
+@contextmanager
+def _at(place: str, number: int) -> Iterator[Communicator]:
+    """Open the communicator of a number, which records calls inside as made at `place`; "" where that is not known."""
+    communicator = _numbered[number]
+    with communicator.at(place or None):
+        yield communicator
+
+
+# Each operator, and what it returns of tensors without values.
 
 
 @torch.library.custom_op("nnscaler::all_reduce", mutates_args=())
 def _all_reduce(tensor: Tensor, number: int, place: str, ranks: list[int], reduction: str) -> Tensor:
-    with _numbered[number].at(place or None):
-        return _numbered[number].all_reduce(tensor, ranks, reduction).contiguous()
+    with _at(place, number) as communicator:
+        return communicator.all_reduce(tensor, ranks, reduction).contiguous()
 
 
 @_all_reduce.register_fake
@@ -97,8 +106,8 @@ def _(tensor: Tensor, *_: object) -> Tensor:
 
 @torch.library.custom_op("nnscaler::all_gather", mutates_args=())
 def _all_gather(tensor: Tensor, number: int, place: str, ranks: list[int], sizes: list[int]) -> list[Tensor]:
-    with _numbered[number].at(place or None):
-        found = _numbered[number].all_gather(tensor, ranks, _shapes(sizes, len(ranks)))
+    with _at(place, number) as communicator:
+        found = communicator.all_gather(tensor, ranks, _shapes(sizes, len(ranks)))
     return [piece.contiguous() for piece in found]
 
 
@@ -109,9 +118,9 @@ def _(tensor: Tensor, _: int, __: str, ranks: list[int], sizes: list[int]) -> li
 
 @torch.library.custom_op("nnscaler::reduce_scatter", mutates_args=())
 def _reduce_scatter(index: int, pieces: list[Tensor], number: int, place: str, ranks: list[int]) -> Tensor:
-    assert ranks[index] == _numbered[number].rank
-    with _numbered[number].at(place or None):
-        return _numbered[number].reduce_scatter(pieces, ranks).contiguous()
+    with _at(place, number) as communicator:
+        assert ranks[index] == communicator.rank
+        return communicator.reduce_scatter(pieces, ranks).contiguous()
 
 
 @_reduce_scatter.register_fake
@@ -123,9 +132,9 @@ def _(index: int, pieces: list[Tensor], *_: object) -> Tensor:
 def _all_to_all(
     index: int, pieces: list[Tensor], number: int, place: str, ranks: list[int], sizes: list[int]
 ) -> list[Tensor]:
-    assert ranks[index] == _numbered[number].rank
-    with _numbered[number].at(place or None):
-        found = _numbered[number].all_to_all(pieces, ranks, _rows_of_shapes(sizes, len(ranks)))
+    with _at(place, number) as communicator:
+        assert ranks[index] == communicator.rank
+        found = communicator.all_to_all(pieces, ranks, _rows_of_shapes(sizes, len(ranks)))
     return [piece.contiguous() for piece in found]
 
 

@@ -76,13 +76,13 @@ class Conversion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, axis: AxisGroup, kernel: Kernel, adjoint: Kernel) -> Tensor:
         ctx.axis, ctx.adjoint = axis, adjoint
-        ctx.place = place_in_graph() if torch.compiler.is_dynamo_compiling() else program_place()
+        ctx.place = None if torch.compiler.is_dynamo_compiling() else program_place()  # calls in graphs have their own
         return kernel(tensor, axis)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None, None]:
         axis: AxisGroup = ctx.axis
-        if axis.communicator is None or torch.compiler.is_dynamo_compiling():
+        if axis.communicator is None or ctx.place is None:
             return ctx.adjoint(gradients[0], axis), None, None, None
         with axis.communicator.at(ctx.place):
             return ctx.adjoint(gradients[0], axis), None, None, None

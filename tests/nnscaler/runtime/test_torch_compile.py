@@ -90,7 +90,10 @@ def test_compiled_stages_compute_the_same(
     torch._dynamo.utils.counters.clear()
     found = Simulator(2).run(partial(run, compiled=True))
     assert torch._dynamo.utils.counters["frames"]["ok"] > 0, "nothing was compiled"
-    assert options and all(asked is not None and asked["deterministic"] for asked in options)
+    kept = {"torch.ops.higher_order.with_effects": "1"}
+    assert options and all(
+        asked == {"deterministic": True, "unsafe_marked_cacheable_functions": kept} for asked in options
+    )
     if plan in IN_GRAPHS[:2]:
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2, "the stage of each rank is not one graph"
     for (losses, gradients, calls), (known_losses, known, known_calls) in zip(found, plain, strict=True):
@@ -121,20 +124,30 @@ def test_a_collective_in_a_graph_says_its_line() -> None:
     assert found and " comm." in (folder / "role_0.py").read_text().splitlines()[int(found[1]) - 1]
 
 
-def test_graphs_end_before_collectives_where_many_gradients_are_summed_in_backward() -> None:
+def numbers_of_axes(plan: str, ranks: int) -> list[set[int | None]]:
+    """Return, by rank, the numbers under which graphs call the communicator; None: they end before its calls."""
     torch.manual_seed(0)
-    made = nnscaler.parallelize(Small(), sample(), ranks=4, plan="dp=2,tp=2")
+    made = nnscaler.parallelize(Small(), sample(), ranks=ranks, plan=plan)
 
     def numbers(communicator: Communicator) -> set[int | None]:
         role = load_role(folder_of(made.sources, None) / "role_0.py")
         settings = ExecutorSettings(shapes=made.manifest.shapes, compiled=True)
-        executor = RankExecutor(role, communicator.rank, communicator, made.state, settings)
-        return {getattr(executor.stages[0], axis).number for axis in ("dp", "tp")}
+        (stage,) = RankExecutor(role, communicator.rank, communicator, made.state, settings).stages.values()
+        return {getattr(stage, axis).number for axis in stage.axes}
 
-    few = Simulator(4).run(numbers)
+    return Simulator(ranks).run(numbers)
+
+
+def test_graphs_end_before_collectives_where_many_gradients_are_summed_in_backward() -> None:
+    few = numbers_of_axes("dp=2,tp=2", 4)
     assert all(len(each) == 1 and None not in each for each in few) and len(set.union(*few)) == 4
     with small_buckets():
-        assert Simulator(4).run(numbers) == [{None}] * 4
+        assert numbers_of_axes("dp=2,tp=2", 4) == [{None}] * 4
+
+
+def test_graphs_end_before_collectives_where_regions_are_recomputed() -> None:
+    """Inductor cannot make a backward of regions with effects; without its kernels that does not show."""
+    assert numbers_of_axes("data:dp=2,recompute=1", 2) == [{None}] * 2 != numbers_of_axes("data:dp=2", 2)
 
 
 class Noisy(nn.Module):
