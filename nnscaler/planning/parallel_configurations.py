@@ -3,7 +3,7 @@ micro-batches a batch goes through, whether layers are recomputed, and how param
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import gcd
@@ -121,14 +121,19 @@ class Configuration:
         return self.figures.at_ends(self.pp, self.chunks, self.micro_batches)
 
     @property
+    def ramps(self) -> tuple[Ramp, ...]:
+        """The forms of what each pipeline device adds to a step."""
+        return self.figures.ramps(self.chunks, self.pp)
+
+    @property
     def ramp(self) -> float:
         """How often a device's pass counts at least in what it adds to a step."""
-        return self.figures.even(self.chunks)
+        return self.figures.even(self.chunks, self.pp)
 
     @property
     def repeats(self) -> float:
         """How often the slowest device counts in a lower bound of a step, beside what all add."""
-        return self.micro_batches - max(max(form) for form in self.figures.ramps(self.chunks))
+        return self.micro_batches - max(max(form) for form in self.ramps)
 
     @property
     def turns(self) -> float:
@@ -152,7 +157,7 @@ class Configuration:
         Any form of a ramp bounds it, so with the mean for the busiest device: (m x + (p - 1) ramp) / p. It is the form
         that is longest where I takes 4 and W 2 of what F takes 3 of.
         """
-        form = max(self.figures.ramps(self.chunks), key=lambda form: 3 * form[0] + 4 * form[1] + 2 * form[2])
+        form = max(self.ramps, key=lambda form: 3 * form[0] + 4 * form[1] + 2 * form[2])
         if min(form) == max(form):
             return None
         f, i, w = ((self.micro_batches + (self.pp - 1) * often) / self.pp for often in form)
@@ -166,12 +171,19 @@ def divisors(number: int) -> list[int]:
 
 
 def configurations(
-    ranks: int, batch: int, layers: int, each: bool = False, recomputing: bool = True, experts: int = 1
+    ranks: int,
+    batch: int,
+    layers: int,
+    schedules: Sequence[ScheduleKind],
+    each: bool = False,
+    recomputing: bool = True,
+    experts: int = 1,
 ) -> Iterator[Configuration]:
     """Yield all configurations that divide the batch evenly and give every pipeline device a layer.
 
-    `each` says whether layers can be recomputed one by one, `recomputing` whether all can. Those configurations come
-    before the ones that they contain. `experts` is a number that divides those of every layer; 1 for none.
+    `schedules`: of pipelines, the default one first. `each` says whether layers can be recomputed one by one,
+    `recomputing` whether all can. Those configurations come before the ones that they contain. `experts` is a number
+    that divides those of every layer; 1 for none.
     """
     again: tuple[bool | None, ...] = ((None,) if each else ()) + ((False, True) if layers and recomputing else (False,))
     for tp in divisors(ranks):
@@ -181,19 +193,21 @@ def configurations(
                 continue
             for micro_batches in divisors(batch // dp):
                 ways = PLACEMENTS[: None if dp > 1 else 1]
-                orders = tuple(orders_of(pp, micro_batches, layers))
+                orders = tuple(orders_of(schedules, pp, micro_batches, layers))
                 shared = divisors(gcd(dp, experts))
                 for ep, recompute, parameters, (schedule, chunks) in product(shared, again, ways, orders):
                     yield Configuration(dp, tp, pp, micro_batches, recompute, parameters, schedule, chunks, ep)
 
 
-def orders_of(pp: int, micro_batches: int, layers: int) -> Iterator[tuple[ScheduleKind, int]]:
-    """Yield the schedules of so many devices and micro-batches, each with its numbers of stages on a device: those
+def orders_of(
+    schedules: Iterable[ScheduleKind], pp: int, micro_batches: int, layers: int
+) -> Iterator[tuple[ScheduleKind, int]]:
+    """Yield those of the schedules for so many devices and micro-batches, each with its numbers of stages on a device,
     whose figures hold, and whose every stage has a layer."""
     if pp == 1:
         yield DEFAULT, 1
         return
-    for kind in planned_schedules():
+    for kind in schedules:
         assert kind.figures is not None
         for chunks in kind.figures.chunks:
             if kind.figures.holds(pp, micro_batches) and (kind is DEFAULT or pp * chunks <= layers):
@@ -202,7 +216,7 @@ def orders_of(pp: int, micro_batches: int, layers: int) -> Iterator[tuple[Schedu
 
 def uneven_ramps() -> tuple[Ramp, ...]:
     """Return the ramps of all planned schedules in which F, I and W count unlike often: what is least in a whole pass
-    need not be in these."""
-    figures = [kind.figures for kind in planned_schedules() if kind.figures is not None]
-    every = [form for own in figures for chunks in own.chunks for form in own.ramps(chunks)]
+    need not be in these. Those of schedules that split few backwards are sums of these, whatever the devices."""
+    figures = [kind.figures for kind in planned_schedules() if kind.figures is not None and not kind.figures.few]
+    every = [form for own in figures for chunks in own.chunks for form in own.ramps(chunks, 2)]
     return tuple(dict.fromkeys(form for form in every if min(form) < max(form)))

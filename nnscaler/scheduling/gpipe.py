@@ -29,7 +29,7 @@ GPIPE = ScheduleKind(
     chunks=1,
     any_chunks=True,
     figures=ScheduleFigures(
-        ramps=lambda chunks: ((1.0, 1.0, 1.0),),
+        ramps=lambda chunks, devices: ((1.0, 1.0, 1.0),),
         in_flight=lambda device, devices, chunks, micro_batches: micro_batches,
         at_ends=lambda devices, chunks, micro_batches: (micro_batches, micro_batches),
     ),

@@ -51,7 +51,7 @@ ONE_F_ONE_B = ScheduleKind(
     one_f_one_b,
     chunks=1,
     figures=ScheduleFigures(
-        ramps=lambda chunks: ((1.0, 1.0, 1.0),),
+        ramps=lambda chunks, devices: ((1.0, 1.0, 1.0),),
         in_flight=lambda device, devices, chunks, micro_batches: min(micro_batches, devices - device),
         at_ends=lambda devices, chunks, micro_batches: (min(micro_batches, devices), 1),
     ),
@@ -100,7 +100,7 @@ INTERLEAVED = ScheduleKind(
     chunks=2,
     any_chunks=True,
     figures=ScheduleFigures(
-        ramps=lambda chunks: ((1 / chunks, 1 / chunks, 1 / chunks),),
+        ramps=lambda chunks, devices: ((1 / chunks, 1 / chunks, 1 / chunks),),
         in_flight=_in_flight,
         at_ends=lambda devices, chunks, micro_batches: (min(micro_batches, 2 * devices), 1),
         holds=lambda devices, micro_batches: micro_batches % devices == 0,  # a last group that is not full costs more

@@ -84,22 +84,25 @@ class ScheduleFigures:
     to get through it, and the last gradient: its ramp. This is exact for equal stages and messages that take no time.
 
     chunks     numbers of stages on each device that may be searched
-    ramps      (chunks) -> what a device adds; of several forms the one that is longest
+    ramps      (chunks, devices) -> what a device adds; of several forms the one that is longest
     in_flight  (device, devices, chunks, micro-batches) -> the most micro-batches of the device's layers whose backward
                is still to come or to end
     at_ends    (devices, chunks, micro-batches) -> the same, of the first and of the last stage, each by itself
     holds      (devices, micro-batches) -> whether the figures do
     in_rounds  whether the devices wait for each other after each pass, so that all take as long as the slowest
-    in_halves  whether backwards run in halves, which may take longer than the whole
+    in_halves  (device, chunks) -> how many backwards of a device, of all of its layers, run in halves, which may take
+               longer than the whole; inf: all
+    few        whether it is for machines on which halves do take longer: else another schedule takes less
     """
 
-    ramps: Callable[[int], tuple[Ramp, ...]]
+    ramps: Callable[[int, int], tuple[Ramp, ...]]
     in_flight: Callable[[int, int, int, int], float]
     at_ends: Callable[[int, int, int], tuple[int, int]]
     holds: Callable[[int, int], bool] = lambda devices, micro_batches: True
     chunks: tuple[int, ...] = (1,)
     in_rounds: bool = False
-    in_halves: bool = False
+    in_halves: Callable[[int, int], float] = lambda device, chunks: 0.0
+    few: bool = False
 
     def step_seconds(self, passes: Sequence[Ramp], micro_batches: int, chunks: int = 1) -> float:
         """Return the seconds of a step. `passes`: by device, the seconds of F, I and W of a micro-batch.
@@ -109,16 +112,16 @@ class ScheduleFigures:
         longest = 0.0
         if self.in_rounds:
             passes = [max(passes, key=sum)] * len(passes)
-        for form in self.ramps(chunks):
+        for form in self.ramps(chunks, len(passes)):
             # what a device adds; no device takes away from the work of another one
             added = [max(0.0, sum(often * time for often, time in zip(form, own, strict=True))) for own in passes]
             busy = [micro_batches * sum(own) - more for own, more in zip(passes, added, strict=True)]
             longest = max(longest, sum(added) + max(busy))
         return longest
 
-    def even(self, chunks: int) -> float:
+    def even(self, chunks: int, devices: int) -> float:
         """Return how often a device's whole pass counts at least in its ramp."""
-        return max(max(0.0, min(form)) for form in self.ramps(chunks))
+        return max(max(0.0, min(form)) for form in self.ramps(chunks, devices))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,6 +7,7 @@ the loss at once, and all devices hold as many activations. Figures below have F
 from __future__ import annotations
 
 from functools import lru_cache
+from math import inf
 
 from nnscaler.instructions import Instruction
 from nnscaler.scheduling.schedule import Phase, Schedule, ScheduleFigures, ScheduleKind, in_phases
@@ -99,11 +100,11 @@ ZB_V = ScheduleKind(
     chunks=2,
     places=v_shape,
     figures=ScheduleFigures(
-        ramps=lambda chunks: ((0.5, 0.0, 0.0), (0.0, 0.5, 0.0), (0.0, 0.0, 0.5), (0.0, 1.0, -1.0)),
+        ramps=lambda chunks, devices: ((0.5, 0.0, 0.0), (0.0, 0.5, 0.0), (0.0, 0.0, 0.5), (0.0, 1.0, -1.0)),
         in_flight=lambda device, devices, chunks, micro_batches: min(micro_batches, devices),
         at_ends=lambda devices, chunks, micro_batches: (min(micro_batches, 2 * devices), 1),
         holds=lambda devices, micro_batches: micro_batches >= 2 * devices - 1,
-        in_halves=True,
+        in_halves=lambda device, chunks: inf,
         chunks=(2,),
     ),
 )
@@ -114,11 +115,11 @@ DUALPIPE_V = ScheduleKind(
     chunks=2,
     places=v_shape,
     figures=ScheduleFigures(
-        ramps=lambda chunks: ((0.5, 0.0, 0.0), (0.0, 1.0, -0.5)),
+        ramps=lambda chunks, devices: ((0.5, 0.0, 0.0), (0.0, 1.0, -0.5)),
         in_flight=lambda device, devices, chunks, micro_batches: min(micro_batches, devices + 0.5),
         at_ends=lambda devices, chunks, micro_batches: (min(micro_batches, 2 * devices), 1),
         holds=lambda devices, micro_batches: micro_batches >= 2 * devices,
-        in_halves=True,
+        in_halves=lambda device, chunks: inf,
         chunks=(2,),
     ),
 )

@@ -7,8 +7,11 @@ would be a bubble. Figures below have F = I = W = 1 and p devices.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from math import inf
+
 from nnscaler.instructions import Instruction
-from nnscaler.scheduling.schedule import Schedule, ScheduleFigures, ScheduleKind, in_phases
+from nnscaler.scheduling.schedule import Ramp, Schedule, ScheduleFigures, ScheduleKind, in_phases
 from nnscaler.transform.plan import stage_devices
 
 
@@ -109,11 +112,11 @@ ZB_H1 = ScheduleKind(
     zb_h1,
     chunks=1,
     figures=ScheduleFigures(
-        ramps=lambda chunks: ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (1.0, 1.0, -1.0)),
+        ramps=lambda chunks, devices: ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (1.0, 1.0, -1.0)),
         in_flight=lambda device, devices, chunks, micro_batches: min(micro_batches, devices),
         at_ends=lambda devices, chunks, micro_batches: (min(micro_batches, devices),) * 2,
         holds=lambda devices, micro_batches: micro_batches >= devices,
-        in_halves=True,
+        in_halves=lambda device, chunks: inf,
     ),
 )
 ZB_H2 = ScheduleKind(
@@ -122,13 +125,60 @@ ZB_H2 = ScheduleKind(
     zb_h2,
     chunks=1,
     figures=ScheduleFigures(
-        ramps=lambda chunks: ((1.0, 0.0, 0.0), (1.0, 1.0, -2.0)),
+        ramps=lambda chunks, devices: ((1.0, 0.0, 0.0), (1.0, 1.0, -2.0)),
         in_flight=lambda device, devices, chunks, micro_batches: min(micro_batches, 2 * devices - 1),
         at_ends=lambda devices, chunks, micro_batches: (min(micro_batches, 2 * devices - 1),) * 2,
         holds=lambda devices, micro_batches: micro_batches >= 2 * devices - 1,
-        in_halves=True,
+        in_halves=lambda device, chunks: inf,
     ),
 )
-SPLIT_1F1B = ScheduleKind("1f1b-split", "1F1B, last split", split_1f1b, chunks=1)
-ZB_H1_FEW = ScheduleKind("zb-h1-few", "ZB-H1, few split", zb_h1_few, chunks=1)
-ZB_H1_HALF = ScheduleKind("zb-h1-half", "ZB-H1, half held back", zb_h1_half, chunks=2, any_chunks=True, places=in_a_row)
+
+
+def _few_split_figures(held: Callable[[int, int], float], chunks: tuple[int, ...] = (1,)) -> ScheduleFigures:
+    """Return the figures of a schedule whose orders are `_few_split`'s.
+
+    A device runs whole backwards but for the last one, and for those whose W it keeps until the end: the last device,
+    which keeps most, says how many W the first gradients leave earlier. The last gradient waits for I alone, or for
+    the forwards that are still to run.
+
+    held  (device, chunks) -> the W of all of its layers that a device keeps
+    """
+
+    def ramps(chunks: int, devices: int) -> tuple[Ramp, ...]:
+        others = max(devices - 1, 1)
+        kept = held(devices - 1, chunks) / others
+        return ((others - 1) / others, 1.0, 1.0 - kept), (1.0, 1.0, -kept), (1.0, 0.0, 0.0)
+
+    def in_flight(device: int, devices: int, chunks: int, micro_batches: int) -> float:
+        return min(micro_batches, devices - device + held(device, chunks))
+
+    def at_ends(devices: int, chunks: int, micro_batches: int) -> tuple[int, int]:
+        last = 1 + int(held(devices - 1, chunks)) if chunks == 1 else 1  # of several stages, the last one keeps none
+        return min(micro_batches, devices), min(micro_batches, last)
+
+    return ScheduleFigures(
+        ramps,
+        in_flight,
+        at_ends,
+        holds=lambda devices, micro_batches: micro_batches >= devices,
+        chunks=chunks,
+        in_halves=lambda device, chunks: held(device, chunks) + 1 if device else 0.0,
+        few=True,
+    )
+
+
+SPLIT_1F1B = ScheduleKind(
+    "1f1b-split", "1F1B, last split", split_1f1b, chunks=1, figures=_few_split_figures(lambda device, chunks: 0)
+)
+ZB_H1_FEW = ScheduleKind(
+    "zb-h1-few", "ZB-H1, few split", zb_h1_few, chunks=1, figures=_few_split_figures(lambda device, chunks: device)
+)
+ZB_H1_HALF = ScheduleKind(
+    "zb-h1-half",
+    "ZB-H1, half held back",
+    zb_h1_half,
+    chunks=2,
+    any_chunks=True,
+    places=in_a_row,
+    figures=_few_split_figures(lambda device, chunks: device // 2 if chunks == 1 else device / 2, (1, 2)),
+)

@@ -50,6 +50,7 @@ class Constraint:
     at        (operation, pipeline device): where it runs; -1 is the last one
     ends      what all pipeline devices run together, split over all of their ranks
     parts     the constraints that it is made of; empty for one that stands for itself
+    schedules the names of those that are asked for
     """
 
     text: str
@@ -60,6 +61,7 @@ class Constraint:
     at: tuple[tuple[str, int], ...] = ()
     ends: SharedEnds | None = None
     parts: tuple[Constraint, ...] = ()
+    schedules: frozenset[str] = frozenset()
 
     @property
     def each(self) -> tuple[Constraint, ...]:
@@ -85,6 +87,7 @@ def all_of(constraints: Iterable[Constraint]) -> Constraint:
         tuple(place for c in every for place in c.at),
         ends[0] if ends else None,
         every,
+        frozenset(name for c in every for name in c.schedules),
     )
 
 
@@ -105,7 +108,7 @@ def sizes(schedule: str | ScheduleKind | None = None, **wanted: int | bool) -> C
                 return False
         return all(getattr(c, name) == value for name, value in exact.items())
 
-    return Constraint(text, permits)
+    return Constraint(text, permits, schedules=frozenset() if kind is None else frozenset({kind.name}))
 
 
 def data_parallel() -> Constraint:

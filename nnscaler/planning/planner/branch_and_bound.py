@@ -278,7 +278,7 @@ def _bound(subject: PlanningCache, least: Least, c: Configuration) -> float:
     if c.ep > 1:
         return 0.0
     once = least.seconds + (least.again if c.recompute else 0.0)
-    ramps = [max(f, i) for f, i, w in c.figures.ramps(c.chunks) if w >= 0.0]
+    ramps = [max(f, i) for f, i, w in c.ramps if w >= 0.0]
     more = max(0.0, *(often - c.ramp for often in ramps)) * least.again / c.parts if ramps else 0.0
     return (
         c.each * (once / c.parts + gathering(subject, c)) + more + summing_rates(subject, c).least * least.summed / c.pp

@@ -17,7 +17,7 @@ from nnscaler.planning.planner.branch_and_bound import Search
 from nnscaler.planning.planner.evaluate_configuration import Evaluated
 from nnscaler.planning.planner.interlaced_end_costs import ends_of
 from nnscaler.planning.planner.planner_graph import PlanningCache
-from nnscaler.scheduling.registry import planned_schedules, with_schedule
+from nnscaler.scheduling.registry import with_schedule
 from nnscaler.scheduling.schedule import ScheduleKind
 from nnscaler.transform.partition_stages import StagePartition, StageRules, partition_stages, random_operators
 from nnscaler.transform.plan import CP, DP, EP, PP, SHARED, TP, Plan, RecomputeStep, RestStep, Step
@@ -62,6 +62,7 @@ class Certificate:
     too_large       configurations in which nothing fits, or nothing was found to fit
     cost_model      identity of the cost model
     cluster         name of the cluster
+    schedules       of pipelines, that were searched
     runners_up      other solved configurations: (configuration, seconds, whether it fits)
     """
 
@@ -76,6 +77,7 @@ class Certificate:
     too_large: int
     cost_model: str
     cluster: str
+    schedules: tuple[ScheduleKind, ...]
     runners_up: tuple[tuple[str, float, bool], ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
@@ -88,7 +90,7 @@ class Certificate:
             "memory_bytes": round(self.memory),
             "memory_limit_bytes": round(self.memory_limit),
             "configurations": {"solved": self.solved, "pruned": self.left, "too_large": self.too_large},
-            "searched": f"{SEARCHED.format(schedules=', '.join(map(_titled, planned_schedules())))}; {OF_TOKENS}",
+            "searched": f"{SEARCHED.format(schedules=', '.join(map(_titled, self.schedules)))}; {OF_TOKENS}",
             "not_searched": NOT_SEARCHED,
             "cost_model": self.cost_model,
             "cluster": self.cluster,
@@ -97,7 +99,7 @@ class Certificate:
         }
 
 
-def certificate(found: Search, cluster: str, cost_model: str, memory: float) -> Certificate:
+def certificate(subject: PlanningCache, found: Search, cluster: str, memory: float) -> Certificate:
     """Return the certificate of the best plan of a search that found one."""
     best = found.best
     assert best is not None
@@ -112,8 +114,9 @@ def certificate(found: Search, cluster: str, cost_model: str, memory: float) -> 
         len(found.solved),
         found.left,
         found.too_large,
-        cost_model,
+        subject.cost.identity,
         cluster,
+        subject.schedules,
         others,
     )
 

@@ -243,9 +243,11 @@ def evaluated(
     mail = [(before + after) / 2 for before, after in pairwise(sent)]
     ahead = by_device(c, [s.forward + time for s, time in zip(stages, mail, strict=True)])
     inputs = by_device(c, [s.backward - s.weights + time for s, time in zip(stages, mail, strict=True)])
-    longer = subject.cost.overheads.halved if c.figures.in_halves else 1.0
-    later = by_device(c, [longer * s.weights for s in stages])
-    passes = [(f, longer * i, w) for f, i, w in zip(ahead, inputs, later, strict=True)]
+    later = by_device(c, [s.weights for s in stages])
+    # [devices]: how many times longer a backward takes in the mean, of which some run in halves
+    shares = [min(1.0, c.figures.in_halves(device, c.chunks) / c.micro_batches) for device in range(c.pp)]
+    longer = [1.0 + (subject.cost.overheads.halved - 1.0) * share for share in shares]
+    passes = [(f, more * i, more * w) for f, i, w, more in zip(ahead, inputs, later, longer, strict=True)]
     once = max(by_device(c, [stage.once for stage in stages]))
     step = c.figures.step_seconds(passes, c.micro_batches, c.chunks) + once + beside(subject, c)
     return Evaluated(c, step, 0.0, True, tuple(choices), again, tables, weights, stages)

@@ -283,7 +283,7 @@ def _find_plan(
         refused = next((reason for reason in known.values() if reason is not None), None)
         raise _nothing(subject, found, cluster, limit, constraint, refused)
     made = plan_of(subject, found.best)
-    return Found(made, certificate(found, cluster.name, subject.cost.identity, limit), subject, found)
+    return Found(made, certificate(subject, found, cluster.name, limit), subject, found)
 
 
 def _refused(subject: PlanningCache, c: Configuration) -> str | None:

@@ -27,8 +27,8 @@ from nnscaler.planning.sharding.strategies import Strategies, axis_options
 from nnscaler.planning.sharding.zero_stages import AT_REST_WHOLE, AtRest, ParameterPlacement
 from nnscaler.planning.solver.solve import solve
 from nnscaler.scheduling.interlaced import INTERLACED
-from nnscaler.scheduling.registry import DEFAULT
-from nnscaler.scheduling.schedule import Ramp
+from nnscaler.scheduling.registry import DEFAULT, planned_schedules
+from nnscaler.scheduling.schedule import Ramp, ScheduleKind
 from nnscaler.transform.complete_plan import batch_of
 from nnscaler.transform.partition_stages import parts_of
 from nnscaler.transform.pipeline_cut_points import Block
@@ -104,13 +104,22 @@ class PlanningCache:
         """`layers` where these are blocks; empty where they are layers."""
         return tuple(part for part in self.layers if isinstance(part, Block))
 
+    @cached_property
+    def schedules(self) -> tuple[ScheduleKind, ...]:
+        """The schedules that are searched: those that split few backwards where halves take longer than the whole, as
+        `nnscaler profile` measures it, or where they are asked for."""
+        longer, asked = self.cost.overheads.halved > 1.0, self.constraint.schedules
+        known = [(kind, kind.figures) for kind in planned_schedules()]
+        return tuple(k for k, figures in known if figures and (not figures.few or longer or k.name in asked))
+
     def space(self, ranks: int, each: bool = False) -> Iterator[Configuration]:
         """Yield the configurations of so many ranks. Blocks are cut for balance, and too small to be recomputed."""
         interlaced = self.constraint.ends is not None  # its ends divide what is not experts over all ranks
         if ranks % self.cp or (interlaced and self.cp > 1):
             return
         experts = 1 if interlaced else self.experts
-        for c in configurations(ranks // self.cp, self.batch, len(self.layers), each, not self.blocks, experts):
+        count, recomputing = len(self.layers), not self.blocks
+        for c in configurations(ranks // self.cp, self.batch, count, self.schedules, each, recomputing, experts):
             if interlaced and c.pp > 1:
                 if c.schedule is DEFAULT:
                     yield replace(c, schedule=INTERLACED)

@@ -387,7 +387,7 @@ def test_files_have_all_kinds(tmp_path: Path) -> None:
         ("kind = 'sequence'", "did you mean 'sequence_parallel'?"),
         ("kind = 'on_device'\noperations = 'head'\ndevice = '0'", "device is '0'"),
         ("kind = 'over_all_devices'", "(over_all_devices): operations are None"),
-        ("kind = 'sizes'\nschedule = 'zb-h1-few'", "(sizes): schedule 'zb-h1-few': the planner has no figures"),
+        ("kind = 'sizes'\nschedule = '3f1b'", "(sizes): schedule '3f1b': the planner has no figures"),
         ("kind = 'sizes'\nschedule = 'zb-h9'", "zb-h9"),
     ):
         file.write_text(f"[[constraint]]\n{text}\n")

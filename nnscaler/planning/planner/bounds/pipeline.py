@@ -202,7 +202,7 @@ class Layered:
 def ramp_of(c: Configuration, chain: Chain) -> Ramp | None:
     """Return the form of the ramp that bounds it: the one that is longest where a layer takes least; None where it is a
     part of a device's whole pass."""
-    forms = [form for form in c.figures.ramps(c.chunks) if min(form) < c.ramp or max(form) > c.ramp]
+    forms = [form for form in c.ramps if min(form) < c.ramp or max(form) > c.ramp]
     return max(forms, key=lambda form: chain.least(form)[1], default=None)
 
 

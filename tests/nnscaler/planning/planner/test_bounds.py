@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from nnscaler.planning.constraints import replicate
+from nnscaler.planning.constraints import replicate, sizes
+from nnscaler.planning.cost.analytic import AnalyticCost
+from nnscaler.planning.cost.model_protocol import Overheads
 from nnscaler.planning.parallel_configurations import Configuration, configurations
 from nnscaler.planning.planner import planner_graph
 from nnscaler.planning.planner.bounds.configuration import bound_within
@@ -14,6 +16,7 @@ from nnscaler.planning.planner.branch_and_bound import CLOSE, search
 from nnscaler.planning.planner.evaluate_configuration import evaluate
 from nnscaler.planning.sharding.build_problem import Weights, pose
 from nnscaler.planning.solver.solve import solve
+from nnscaler.scheduling.registry import DEFAULT, SCHEDULES, planned_schedules
 from nnscaler.transform.select_operations import layers_of
 from tests.nnscaler.planning.planner.planned import deep, subject_of
 from tests.sampling import only
@@ -59,7 +62,7 @@ def test_what_fits_takes_no_less_than_its_bound(ranks: int, share: float) -> Non
     assert free.best is not None
     memory = free.best.memory * share
     looked = 0
-    for c in configurations(ranks, subject.batch, len(subject.layers)):
+    for c in configurations(ranks, subject.batch, len(subject.layers), planned_schedules()):
         found = evaluate(subject, c, memory) if c.micro_batches == 4 and c.tp < 4 else None
         if found is not None and found.fits:
             assert bound_within(subject, c, memory) <= found.seconds * (1 + 1e-9), c
@@ -90,3 +93,30 @@ def test_constraints_on_some_layers_only_make_them_differ() -> None:
     assert subject.least(2).resting <= resting * (1 + 1e-9)
     told = search(subject, 2, PLENTY, lambda c: c.tp == 2 and c.micro_batches == 1)
     assert told.best is not None and told.bound <= told.best.seconds
+
+
+class _Measured(AnalyticCost):
+    """A machine on which two halves of a backward take longer than the whole."""
+
+    overheads = Overheads(halved=1.06)
+
+
+def test_schedules_that_split_few_are_searched_where_halves_take_longer() -> None:
+    """Or where one is asked for; and in the memory of 1F1B one of them takes less."""
+
+    def pipeline(c: Configuration) -> bool:
+        return c.pp == 2 and c.micro_batches == 4
+
+    plain, measured = (subject_of("gpt", 2, priced=cost) for cost in (AnalyticCost, _Measured))
+    few, others = (tuple(k for k in planned_schedules() if k.figures and k.figures.few is few) for few in (True, False))
+    assert len(few) == 3 and {*plain.schedules} == {*others} and {*measured.schedules} == {*few, *others}
+    asked = replace(plain, constraint=sizes(schedule="zb-h1-half:1"))
+    assert {*asked.schedules} - {*others} == {SCHEDULES["zb-h1-half"]}
+    found = search(asked, 2, PLENTY, lambda c: pipeline(c) and asked.constraint.permits(c)).best
+    assert found is not None and str(found).endswith("zb-h1-half:1")
+
+    alone = search(measured, 2, PLENTY, lambda c: pipeline(c) and c.schedule is DEFAULT).best
+    assert alone is not None
+    best = search(measured, 2, alone.memory, pipeline).best
+    assert best is not None and best.configuration.schedule in few
+    assert best.seconds < alone.seconds and best.memory <= alone.memory

@@ -26,7 +26,7 @@ from nnscaler.planning.planner.prune_dominated import WHOLE_PASS, of_conversions
 from nnscaler.planning.planner.stage_partition_dp import Together, best_cut
 from nnscaler.planning.sharding.parameter_and_activation_memory import MemoryBudget
 from nnscaler.planning.solver import variable_elimination as elimination
-from nnscaler.scheduling.registry import DEFAULT
+from nnscaler.scheduling.registry import DEFAULT, planned_schedules
 from nnscaler.transform.apply import apply_plan
 from tests.nnscaler.planning.planner.planned import deep, subject_of
 
@@ -123,7 +123,7 @@ def test_a_bound_is_one_for_every_plan_that_is_made_under_some_limit(cluster: st
     looked, close = 0, 0
     chosen = [
         c
-        for c in configurations(4, subject.batch, len(subject.layers), each=True)
+        for c in configurations(4, subject.batch, len(subject.layers), planned_schedules(), each=True)
         if c.recompute is None and c.micro_batches == 4 and c.dp <= 2
     ]
     others = [c for c in chosen if c.schedule is not DEFAULT]

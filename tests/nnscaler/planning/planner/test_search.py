@@ -23,6 +23,7 @@ from nnscaler.planning.planner.find_plan import Found, find_plan
 from nnscaler.planning.planner.price_other_choices import alternatives
 from nnscaler.planning.sharding.parameter_and_activation_memory import MemoryBudget, parameter_memory
 from nnscaler.planning.solver import variable_elimination as elimination
+from nnscaler.scheduling.registry import planned_schedules
 from nnscaler.transform.plan import Plan, SplitStep
 from tests.nnscaler.planning.planner.planned import graph_of, subject_of
 
@@ -33,7 +34,7 @@ def found(name: str, ranks: int, cluster: str = "h100x8", **more: object) -> Fou
 
 
 def test_every_configuration_divides_ranks_and_batch() -> None:
-    every = list(configurations(12, 24, 4))
+    every = list(configurations(12, 24, 4, planned_schedules()))
     assert len(set(every)) == len(every)
     assert all(c.ranks == 12 and 24 % c.parts == 0 and c.pp <= 4 for c in every)
     assert Configuration(3, 2, 2, 4, True) in every

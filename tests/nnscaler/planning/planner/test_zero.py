@@ -129,7 +129,7 @@ def test_a_plan_with_shards_is_found_again_from_its_constraints() -> None:
 def test_what_fits_takes_no_less_than_its_bounds() -> None:
     subject = subject_of(deep(9, tokens=256), 4, "ethernet10g")
     looked = dict.fromkeys((placement.zero for placement in PLACEMENTS), 0)
-    for c in configurations(4, subject.batch, len(subject.layers)):
+    for c in configurations(4, subject.batch, len(subject.layers), subject.schedules):
         if not c.zero or c.micro_batches > 2:
             continue
         found = evaluate(subject, c, PLENTY)
