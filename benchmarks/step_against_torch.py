@@ -3,6 +3,8 @@
     python benchmarks/step_against_torch.py                              # two ranks, some minutes on two cores
     python benchmarks/step_against_torch.py --ranks 4 --rows tp zero3-tp
     python benchmarks/step_against_torch.py --device cuda                # over NCCL where each rank has a GPU
+    nnscaler profile benchmarks/torch_peers.py --ranks 2 --micro-batches 4 &&
+        python benchmarks/step_against_torch.py --rows pp-planned        # what the planner finds with that profile
 
 Both sides live in the same processes and take turns: in each round each makes some steps, which begin together and last
 as long as the slowest rank. What is told is the median of the rounds' ratios, ours to torch's, with the quartiles;
@@ -31,7 +33,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,17 +41,23 @@ from typing import Any
 import torch
 import torch_peers as peers
 from torch import Tensor
-from torch_peers import GPT, SIZES, Size, Step
+from torch_peers import GPT, SIZES, Size, Step, model_of, sample
 
 import nnscaler
+from nnscaler.ir.operation_annotations import signatures
+from nnscaler.planning.auto_plan_request import AutoPlan, Decided, search_plan
+from nnscaler.planning.constraints import sizes
 from nnscaler.runtime.communication import cross_memory_attach
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.join_process_group import ProcessPlace
 from nnscaler.runtime.jobs.job import JobSpecification
 from nnscaler.runtime.jobs.launcher import launch
+from nnscaler.tracing import trace
 from nnscaler.training.compile_once import pack_program, unpack_program
+from nnscaler.transform.plan import Plan
 
 MICRO_BATCHES = 4
+PLANNED, PROFILE = "planned", Path.cwd() / "profile.json"
 CLOSE = 2e-3  # of two losses, after steps in float32 that sum in other orders
 WARM_UP, STEPS = 3, 4  # where memory is measured
 HERE = Path(__file__).resolve()
@@ -113,6 +121,7 @@ ROWS = {
     "zb-h1-half:1": Row(
         "pp=N", "Schedule1F1B", peers.pipeline, (4,), 0.95, micro=MICRO_BATCHES, schedule="zb-h1-half:1"
     ),
+    "pp-planned": Row(PLANNED, "Schedule1F1B", peers.pipeline, time=0.95, micro=MICRO_BATCHES),
     "zb-h1": Row("pp=N", "Schedule1F1B", peers.pipeline, time=0.95, micro=MICRO_BATCHES, schedule="zb-h1"),
     "interleaved": Row(
         "pp=N", "ScheduleInterleaved1F1B", peers.interleaved, (2,), 0.95, micro=MICRO_BATCHES, schedule="interleaved"
@@ -123,23 +132,25 @@ ROWS = {
 }  # fmt: skip
 
 
-def sample(size: Size, device: torch.device) -> dict[str, Tensor]:
-    ids = torch.randint(size.words, (size.rows, size.tokens + 1), generator=torch.Generator().manual_seed(1))
-    return {"ids": ids[:, :-1].contiguous().to(device), "labels": ids[:, 1:].contiguous().to(device)}
-
-
-def model_of(size: Size, device: torch.device) -> GPT:
-    torch.manual_seed(0)
-    return GPT(size).to(device)
-
-
 # -- in a rank --------------------------------------------------------------------------------------------------------
 
 
 def program_of(row: Row, size: Size, ranks: int, device: torch.device) -> nnscaler.Program:
-    plan = row.plan.replace("N", str(ranks)).replace("H", str(ranks // 2))
     model, batch = model_of(size, device), sample(size, device)
+    plan: str | Plan = row.plan.replace("N", str(ranks)).replace("H", str(ranks // 2))
+    if row.plan == PLANNED:
+        plan = planned(model, batch, ranks, row.micro)
     return nnscaler.parallelize(model, batch, ranks=ranks, plan=plan, micro_batches=row.micro, schedule=row.schedule)
+
+
+def planned(model: GPT, batch: dict[str, Tensor], ranks: int, micro_batches: int) -> Plan:
+    """Return the pipeline that the planner finds within the memory of 1F1B."""
+    graph = trace(model, batch).graph
+    wanted = AutoPlan(constraints=sizes(pp=ranks), profile=PROFILE)
+    known, decided = signatures(graph), Decided(micro_batches, schedule="1f1b")
+    plain = search_plan(graph, known, ranks, wanted, decided)
+    within = replace(wanted, memory=plain.certificate.memory)
+    return search_plan(graph, known, ranks, within, replace(decided, schedule=None)).plan
 
 
 def our_side(
@@ -371,6 +382,7 @@ def main() -> int:
         print(json.dumps([max(peak for peak, _ in found), found[0][1]]))
         return 0
     rows = options.rows or [n for n, row in ROWS.items() if row.ranks == (1,) or options.ranks in row.ranks]
+    rows = [n for n in rows if ROWS[n].plan != PLANNED or PROFILE.exists() or options.rows]
     print(f"row, ranks, size, a step of ours and of torch's, ratio (quartiles); torch {torch.__version__}")
     kept = [compared(options, name, size) for name in rows for size in options.sizes]
     return 0 if all(kept) else 1

@@ -79,6 +79,27 @@ class GPT(nn.Module):
         return loss_of(self.head(self.norm(x)), labels)
 
 
+def model_of(size: Size, device: str | torch.device = "cpu") -> GPT:
+    torch.manual_seed(0)
+    return GPT(size).to(device)
+
+
+def sample(size: Size, device: str | torch.device = "cpu") -> dict[str, Tensor]:
+    ids = torch.randint(size.words, (size.rows, size.tokens + 1), generator=torch.Generator().manual_seed(1))
+    return {"ids": ids[:, :-1].contiguous().to(device), "labels": ids[:, 1:].contiguous().to(device)}
+
+
+# as `nnscaler profile` asks for a model
+
+
+def build_model() -> GPT:
+    return model_of(SIZES["compute"])
+
+
+def sample_inputs() -> dict[str, Tensor]:
+    return sample(SIZES["compute"])
+
+
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
