@@ -20,6 +20,7 @@ from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.communication.differentiable_collectives import AxisGroup
 from nnscaler.runtime.communication.token_slice_cache import KeptRows
 from nnscaler.runtime.shards import ravel
+from nnscaler.runtime.torch_compile import GraphNumbers
 
 
 def parse_schedule(text: str, stages: Sequence[type[Stage]]) -> tuple[Instruction, ...]:
@@ -251,6 +252,7 @@ class Stage:
     loss: ClassVar[Loss | None] = None
     results: ClassVar[Mapping[str, Result]] = {}
     updates: ClassVar[Mapping[str, str]] = {}
+    number: int | None = None  # by which operators in graphs of torch.compile find it
 
     micro: AxisGroup
     slice: AxisGroup
@@ -368,3 +370,6 @@ def piece_shape(slices: Slices) -> tuple[int, ...]:
 
 def as_index(slices: Slices) -> tuple[slice, ...]:
     return tuple(slice(*s) for s in slices)
+
+
+numbered_stages: GraphNumbers[Stage] = GraphNumbers()

@@ -1,21 +1,24 @@
 """Compile the forward of stages with torch.compile, around what it cannot look into.
 
-What draws random numbers, and collectives that are not nodes of a graph (`collectives_in_graphs`), stay as they are
-written: torch.compile ends a graph before them and begins another one after them. So every call is made, by the
-communicator that the executor was given.
+Collectives that are not nodes of a graph (`collectives_in_graphs`) stay as they are written: torch.compile ends a graph
+before them and begins another one after them. So every call is made, by the communicator that the executor was given.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import count
 from pathlib import Path
+from threading import Lock
 from types import FunctionType
-from typing import Any
+from typing import Any, Generic, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch._guards import TracingContext  # the stack of what is traced; torch has no public way to it
 
 Function = Callable[..., Any]
+T = TypeVar("T")
 
 _NO_PROGRAMS = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
 # Of several ranks. What they hold in common must stay equal bit for bit, and kernels that each rank chooses by its own
@@ -25,6 +28,30 @@ _SEVERAL: dict[str, Any] = {
     "deterministic": True,
     "unsafe_marked_cacheable_functions": {"torch.ops.higher_order.with_effects": "1"},
 }
+
+
+class GraphNumbers(Generic[T]):
+    """Numbers by which operators in graphs find what is no tensor, as long as it is there.
+
+    From zero, and not by `id`: what torch keeps of a graph for the next process, it finds by all constants.
+    """
+
+    def __init__(self) -> None:
+        self._found: WeakValueDictionary[int, T] = WeakValueDictionary()
+        self._lock = Lock()  # simulated ranks are threads
+
+    def of(self, item: T) -> int:
+        """Return the number of an object."""
+        with self._lock:
+            known = (number for number, other in self._found.items() if other is item)
+            free = (number for number in count() if number not in self._found)
+            number = next(known, None)
+            number = next(free) if number is None else number
+            self._found[number] = item
+        return number
+
+    def __getitem__(self, number: int) -> T:
+        return self._found[number]
 
 
 def _call(function: Function, *arguments: Any) -> Any:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import nnscaler
 from nnscaler.runtime import ExecutorSettings, RankExecutor
 from nnscaler.runtime.communication.communicator import Communicator
-from nnscaler.runtime.ops.random import logical_uniform
+from nnscaler.runtime.ops.random import logical_kept
 from nnscaler.runtime.program.program_directory import read_program
 from nnscaler.tracing import trace
 from nnscaler.tracing.float64_run import exact, run_backward, with_draws
@@ -88,11 +88,11 @@ def test_the_model_draws_what_its_program_draws(name: str) -> None:
 
 
 def test_a_mask_is_a_function_of_place() -> None:
-    whole = logical_uniform(3, "op", 1, (6, 4, 5))
-    assert whole.shape == (6, 4, 5) and 0.4 < whole.mean() < 0.6
-    channels = logical_uniform(3, "op", 1, (6, 4, 5), dims=2)
+    whole = logical_kept(0.5, 3, "op", 1, (6, 4, 5))
+    assert whole.shape == (6, 4, 5) and 0.3 < whole.double().mean() < 0.7
+    channels = logical_kept(0.5, 3, "op", 1, (6, 4, 5), dims=2)
     assert torch.equal(channels, whole[..., :1])
-    assert not torch.equal(whole, logical_uniform(3, "op", 2, (6, 4, 5)))
+    assert not torch.equal(whole, logical_kept(0.5, 3, "op", 2, (6, 4, 5)))
 
 
 def test_what_is_computed_again_draws_the_same() -> None:

@@ -11,31 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count
-from threading import Lock
 from typing import cast
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 from torch._library.effects import EffectType
 
 from nnscaler.runtime.communication.communicator import Communicator, Shape
+from nnscaler.runtime.torch_compile import GraphNumbers
 
-# By numbers from zero, and not by `id`: what torch keeps of a graph for the next process, it finds by all constants.
-_numbered: WeakValueDictionary[int, Communicator] = WeakValueDictionary()
-_numbering = Lock()
-
-
-def graph_number(communicator: Communicator) -> int:
-    """Return the number under which operators find the communicator, as long as it is there."""
-    with _numbering:  # simulated ranks are threads
-        known = (number for number, other in _numbered.items() if other is communicator)
-        free = (number for number in count() if number not in _numbered)
-        number = next(known, None)
-        number = next(free) if number is None else number
-        _numbered[number] = communicator
-    return number
+communicators: GraphNumbers[Communicator] = GraphNumbers()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +70,7 @@ def _rows_of_shapes(sizes: list[int], ranks: int) -> list[list[Shape]] | None:
 @contextmanager
 def _at(place: str, number: int) -> Iterator[Communicator]:
     """Open the communicator of a number, which records calls inside as made at `place`; "" where that is not known."""
-    communicator = _numbered[number]
+    communicator = communicators[number]
     with communicator.at(place or None):
         yield communicator
 

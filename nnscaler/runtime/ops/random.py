@@ -11,17 +11,21 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from math import prod
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from nnscaler.layout import State
+from nnscaler.layout import Prefix, Sharded, State, parse_state
 from nnscaler.runtime.shards import logical_coordinates
-from nnscaler.runtime.stage_base_class import Stage
-from nnscaler.runtime.torch_compile import apart
+from nnscaler.runtime.stage_base_class import Stage, numbered_stages
 
 _WRAP = 1 << 64
 _SELU_LIMIT = -1.7580993408473766
+COLUMNS = 64  # elements that share the mixing of their row, at least
+_ODD = 0x846CA68B - (1 << 32)  # the last factor of lowbias32 (Wellons, Hash Prospector, 2018), as an int32
 
 
 def dropout(
@@ -43,8 +47,7 @@ def dropout(
         return x.view_as(x)
     if p >= 1.0:
         return x * 0.0
-    kept = apart(_noise, stage, name, states, logical_shape, x.device, dims) >= p
-    return torch.where(kept, x / (1.0 - p), 0.0)
+    return torch.where(_drawn(x, p, stage, name, states, logical_shape, dims), x / (1.0 - p), 0.0)
 
 
 def feature_dropout(
@@ -73,7 +76,7 @@ def alpha_dropout(
         return x.view_as(x)
     if p >= 1.0:
         return x * 0.0
-    kept = apart(_noise, stage, name, states, logical_shape, x.device, dims) >= p
+    kept = _drawn(x, p, stage, name, states, logical_shape, dims)
     scale = ((1.0 - p) * (1.0 + p * _SELU_LIMIT**2)) ** -0.5
     return torch.where(kept, x, _SELU_LIMIT) * scale - scale * p * _SELU_LIMIT
 
@@ -105,7 +108,11 @@ def random_uniform(
     """
     shape = tuple(size if logical_shape is None else logical_shape)
     where: torch.device | str = device or (stage.device if stage is not None else "cpu")
-    return (apart(_noise, stage, name, states, shape, where) + 2.0**-54).to(dtype)
+    if torch.compiler.is_dynamo_compiling() and stage is not None:
+        noise = torch.ops.nnscaler.noise(list(size), stage.number, name, _spelled(states), list(shape), where)
+    else:
+        noise = _noise(stage, name, states, shape, where)
+    return (noise + 2.0**-54).to(dtype)
 
 
 def random_normal(
@@ -126,38 +133,147 @@ def normal_of(draw: Tensor) -> Tensor:
     return torch.erfinv(2.0 * draw - 1.0) * 2.0**0.5
 
 
+def _drawn(
+    x: Tensor,
+    p: float,
+    stage: Stage,
+    name: str,
+    states: Mapping[str, State] | None,
+    logical_shape: Sequence[int],
+    dims: int | None,
+) -> Tensor:
+    """Draw what is kept of `x`, here or in the graph that torch.compile makes."""
+    if not torch.compiler.is_dynamo_compiling():
+        return _kept(p, stage, name, states, logical_shape, x.device, dims)
+    sizes = [size if dims is None or dim < dims else 1 for dim, size in enumerate(x.shape)]
+    shape, number = list(logical_shape), stage.number
+    made = torch.ops.nnscaler.kept(sizes, p, number, name, _spelled(states), shape, dims, x.device)
+    return cast(Tensor, made)
+
+
 def _noise(
     stage: Stage | None,
     name: str,
     states: Mapping[str, State] | None,
     logical_shape: Sequence[int],
     device: torch.device | str,
+) -> Tensor:
+    """Draw float64 numbers in [0, 1) for this rank's elements."""
+    coordinates = _coordinates(stage, states, logical_shape, device)
+    if stage is None or not stage.context.dropout:
+        return uniform(0, "", 0, coordinates, logical_shape)
+    return uniform(stage.context.seed, name, stage.context.passes, coordinates, logical_shape)
+
+
+def _kept(
+    p: float,
+    stage: Stage,
+    name: str,
+    states: Mapping[str, State] | None,
+    logical_shape: Sequence[int],
+    device: torch.device | str,
     dims: int | None = None,
 ) -> Tensor:
-    """Draw float64 numbers in [0, 1) for this rank's elements.
-
-    `dims`: as many leading dims differ, the others share.
-    """
-    shape = tuple(logical_shape)
-    sizes, place = (stage.sizes(), stage.coordinates()) if stage is not None else ({}, {})
-    coordinates = logical_coordinates(shape, states or {}, sizes, place, device)
+    """Draw whether this rank's elements are kept. `dims`: as many leading dims differ, the others share."""
+    coordinates = _coordinates(stage, states, logical_shape, device)
     if dims is not None:
         coordinates = [c if i < dims else c[:1] * 0 for i, c in enumerate(coordinates)]
-    if stage is None or not stage.context.dropout:
-        return uniform(0, "", 0, coordinates, shape)
-    return uniform(stage.context.seed, name, stage.context.passes, coordinates, shape)
+    return kept(p, stage.context.seed, name, stage.context.passes, coordinates, logical_shape)
+
+
+# Draws as operators of torch, which torch.compile takes into its graphs: a graph that ended before each of them would
+# be one for every dropout. What they draw by, the batch and the place in it, they find in the stage when they run.
+
+
+@torch.library.custom_op("nnscaler::kept", mutates_args=())
+def _kept_in_graph(
+    _sizes: list[int],
+    p: float,
+    number: int,
+    name: str,
+    states: str,
+    logical_shape: list[int],
+    dims: int | None,
+    device: torch.device,
+) -> Tensor:
+    return _kept(p, numbered_stages[number], name, _read(states), logical_shape, device, dims)
+
+
+@_kept_in_graph.register_fake
+def _(sizes: list[int], *arguments: Any) -> Tensor:
+    return torch.empty(sizes, dtype=torch.bool, device=arguments[-1])
+
+
+@torch.library.custom_op("nnscaler::noise", mutates_args=())
+def _noise_in_graph(
+    _sizes: list[int], number: int, name: str, states: str, logical_shape: list[int], device: torch.device
+) -> Tensor:
+    return _noise(numbered_stages[number], name, _read(states), logical_shape, device)
+
+
+@_noise_in_graph.register_fake
+def _(sizes: list[int], *arguments: Any) -> Tensor:
+    return torch.empty(sizes, dtype=torch.float64, device=arguments[-1])
+
+
+def _spelled(states: Mapping[str, State] | None) -> str:
+    """Return what cuts a tensor, as an operator in a graph can be given it: `dp Sharded(0); tp Sharded(1)`."""
+    pairs = [] if states is None else states.items()
+    return "; ".join([axis + " " + repr(state) for axis, state in pairs if isinstance(state, (Sharded, Prefix))])
+
+
+@lru_cache(maxsize=4096)
+def _read(spelled: str) -> Mapping[str, State]:
+    pairs = [pair.split(" ", 1) for pair in spelled.split("; ") if pair]
+    return {axis: parse_state(state) for axis, state in pairs}
+
+
+def _coordinates(
+    stage: Stage | None, states: Mapping[str, State] | None, logical_shape: Sequence[int], device: torch.device | str
+) -> list[Tensor]:
+    sizes, place = (stage.sizes(), stage.coordinates()) if stage is not None else ({}, {})
+    return logical_coordinates(tuple(logical_shape), states or {}, sizes, place, device)
 
 
 def uniform(seed: int, name: str, step: int, coordinates: Sequence[Tensor], logical_shape: Sequence[int]) -> Tensor:
     """Compute float64 numbers in [0, 1), one for each combination of the `coordinates` given per dim."""
-    position = torch.zeros((), dtype=torch.int64, device=coordinates[0].device if coordinates else None)
-    for along, size in zip(coordinates, logical_shape, strict=True):
-        position = position.unsqueeze(-1) * size + along
-    bits = _mix(position + _signed(_key(seed, name, step)))
+    bits = _mix(_positions(coordinates, logical_shape) + _signed(_key(seed, name, step)))
     return ((bits >> 11) & ((1 << 53) - 1)).to(torch.float64) * 2.0**-53
 
 
 def logical_uniform(
+    seed: int, name: str, step: int, logical_shape: Sequence[int], device: torch.device | str = "cpu"
+) -> Tensor:
+    """Draw the numbers in [0, 1) that all ranks together draw for one operation, of `logical_shape`."""
+    where = [torch.arange(size, device=device) for size in logical_shape]
+    return uniform(seed, name, step, where, logical_shape)
+
+
+def kept(
+    p: float, seed: int, name: str, step: int, coordinates: Sequence[Tensor], logical_shape: Sequence[int]
+) -> Tensor:
+    """Compute which elements are kept, each with probability 1 - p to 2 ** -32: one bool for each combination of the
+    `coordinates` given per dim.
+
+    Activations are large, and 64 bits of an element cost more than what is done with it. So splitmix64 mixes rows, and
+    columns (the last dims, of `COLUMNS` together or more); an element's 32 bits are those of its row and its column,
+    multiplied by a number of its row, mixed (a multiply-xorshift, as in the finaliser of MurmurHash3) and combined with
+    its row's once more, so that the bits of four elements of two rows and two columns do not follow from each other.
+    """
+    cut = len(logical_shape)
+    while cut and prod(logical_shape[cut:]) < COLUMNS:
+        cut -= 1
+    rows = _mix(_positions(coordinates[:cut], logical_shape[:cut]) + _signed(_key(seed, name, step)))
+    columns = _mix(_positions(coordinates[cut:], logical_shape[cut:]))
+    rows = rows.reshape(rows.shape + (1,) * columns.dim()).to(columns.device)
+    added, factor = rows.to(torch.int32), (rows >> 32).to(torch.int32) | 1  # [rows..., 1...]
+    bits = (columns.to(torch.int32) + added).mul_(factor)  # [rows..., columns...]
+    bits.bitwise_xor_((bits >> 15).bitwise_and_((1 << 17) - 1)).mul_(_ODD).bitwise_xor_(added)
+    return bits >= min(round(p * (1 << 32)), (1 << 32) - 1) - (1 << 31)
+
+
+def logical_kept(
+    p: float,
     seed: int,
     name: str,
     step: int,
@@ -165,12 +281,18 @@ def logical_uniform(
     dims: int | None = None,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """Draw the numbers in [0, 1) that all ranks together draw for one operation.
-
-    They are of `logical_shape`, or with `dims` of that many leading dims, the others of size 1.
-    """
+    """Draw what all ranks together keep in one operation: of `logical_shape`, or with `dims` of that many leading
+    dims, the others of size 1."""
     sizes = [size if dims is None or dim < dims else 1 for dim, size in enumerate(logical_shape)]
-    return uniform(seed, name, step, [torch.arange(size, device=device) for size in sizes], logical_shape)
+    return kept(p, seed, name, step, [torch.arange(size, device=device) for size in sizes], logical_shape)
+
+
+def _positions(coordinates: Sequence[Tensor], logical_shape: Sequence[int]) -> Tensor:
+    """Return the row-major int64 positions of all combinations of the coordinates."""
+    position = torch.zeros((), dtype=torch.int64, device=coordinates[0].device if coordinates else None)
+    for along, size in zip(coordinates, logical_shape, strict=True):
+        position = position.unsqueeze(-1) * size + along
+    return position
 
 
 def _key(seed: int, name: str, step: int) -> int:

@@ -12,12 +12,20 @@ from torch import Tensor
 
 from nnscaler import communication_buckets
 from nnscaler.runtime.communication import differentiable_collectives
-from nnscaler.runtime.communication.collectives_in_graphs import graph_number
+from nnscaler.runtime.communication.collectives_in_graphs import communicators
 from nnscaler.runtime.communication.communicator import Communicator, ProgramError
 from nnscaler.runtime.communication.differentiable_collectives import AxisGroup
 from nnscaler.runtime.communication.sharded_parameter_gathers import ParameterReads
 from nnscaler.runtime.shards import local_shape, ravel, shard, unravel
-from nnscaler.runtime.stage_base_class import INPUT_GRADIENT, Buffer, Observer, Parameter, RunContext, Stage
+from nnscaler.runtime.stage_base_class import (
+    INPUT_GRADIENT,
+    Buffer,
+    Observer,
+    Parameter,
+    RunContext,
+    Stage,
+    numbered_stages,
+)
 from nnscaler.runtime.torch_compile import apart, compiled, leave_in_python
 from nnscaler.runtime.training.autocast import dtype_named, dtype_of_run
 from nnscaler.runtime.training.parameters_at_rest import AtRest, divisions_of
@@ -215,9 +223,10 @@ def adopted(stages: Iterable[Stage], held: dict[Key, Held], given: Mapping[Key, 
 
 def compile_each(stages: Iterable[Stage], communicator: Communicator) -> None:
     """Compile the forward of each stage, and with it its backward. Collectives are in the graphs where they may be."""
-    number = graph_number(communicator)
+    number = communicators.of(communicator)
     leave_in_python([apart, *vars(differentiable_collectives).values()])
     for stage in stages:
+        stage.number = numbered_stages.of(stage)
         if not (_recomputes(stage) or _sums_early(stage)):
             for axis in stage.axes:
                 setattr(stage, axis, replace(getattr(stage, axis), number=number))

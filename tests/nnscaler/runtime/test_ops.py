@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nnscaler.runtime import ops
-from nnscaler.runtime.ops.random import uniform
+from nnscaler.runtime.ops.random import kept, uniform
 
 
 def cross_entropy(blocks: list[Tensor], labels: Tensor, ignore_index: int) -> Tensor:
@@ -219,6 +219,41 @@ def test_the_hash_is_uniform_and_depends_on_every_part_of_its_key() -> None:
     for other in others:
         correlation = torch.corrcoef(torch.stack([base.flatten(), other.flatten()]))[0, 1]
         assert correlation.abs() < 6 / 60000**0.5
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("shape", [(200, 300), (300, 40, 5), (60000,)])
+def test_what_is_kept_is_independent(p: float, shape: tuple[int, ...]) -> None:
+    """Of neighbours, of other keys, and of the three other corners of a rectangle of elements."""
+    where = [torch.arange(size) for size in shape]
+
+    def draw(seed: int = 0, name: str = "a", step: int = 0) -> Tensor:
+        found = kept(p, seed, name, step, where, shape)
+        assert found.shape == shape
+        return (found.double() - (1 - p)) / (p * (1 - p)) ** 0.5
+
+    base, near = draw(), 6 / 60000**0.5
+    assert base.mean().abs() < near
+    others = [draw(seed=1), draw(name="b"), draw(step=1)]
+    others += [base.roll(by, dim) for by in (1, 2, 3, 64) for dim in range(len(shape))]
+    assert all((base * other).mean().abs() < near for other in others)
+    if len(shape) > 1:
+        corners = [base.roll(by, 0) * base.roll(by, -1) * base.roll((by, by), (0, -1)) for by in (1, 2, 3)]
+        assert all((base * three).mean().abs() < near for three in corners)
+        for dim in (0, -1):
+            sums = base.sum(dim) / shape[dim] ** 0.5
+            assert 0.7 < sums.var() < 1.4
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (0, 3), (7,), (3, 1, 1), (5, 64), (2, 3, 5, 7)])
+def test_what_a_rank_keeps_is_a_piece_of_what_all_keep(shape: tuple[int, ...]) -> None:
+    whole = kept(0.5, 0, "a", 0, [torch.arange(size) for size in shape], shape)
+    assert whole.shape == shape and whole.dtype == torch.bool
+    for dim, size in enumerate(shape):
+        picked = torch.arange(size)[1::2]
+        held = [picked if other == dim else torch.arange(whole.shape[other]) for other in range(len(shape))]
+        assert torch.equal(kept(0.5, 0, "a", 0, held, shape), whole.index_select(dim, picked))
+    assert kept(0.0, 0, "a", 0, [torch.arange(size) for size in shape], shape).all()
 
 
 def test_the_hash_is_splitmix64() -> None:

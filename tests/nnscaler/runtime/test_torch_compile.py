@@ -151,7 +151,7 @@ def test_graphs_end_before_collectives_where_regions_are_recomputed() -> None:
 
 
 class Noisy(nn.Module):
-    """Draws random numbers, which ends a graph of torch.compile, inside of a region with autocast or recomputation."""
+    """Draws random numbers inside of a region with autocast or recomputation, or of none."""
 
     def __init__(self, region: str) -> None:
         super().__init__()
@@ -163,28 +163,47 @@ class Noisy(nn.Module):
                 with torch.autocast("cpu", torch.bfloat16):
                     x = self.part(layer, x)
             else:
-                x = checkpoint(self.part, layer, x, use_reentrant=False)
+                x = checkpoint(self.part, layer, x, use_reentrant=False) if self.region else self.part(layer, x)
         return x.float().square().mean()
 
     def part(self, layer: nn.Module, x: Tensor) -> Tensor:
-        return x + nn.functional.dropout(layer(x.sin()).tanh(), 0.2)
+        x = x + nn.functional.dropout(layer(x.sin() + 0.1 * torch.rand_like(x)).tanh(), 0.2)
+        return x + 0.1 * nn.functional.dropout1d(x.unsqueeze(0), 0.2).squeeze(0)
 
 
 @pytest.mark.parametrize(
-    ("region", "plan", "schedule", "ranks"), [("autocast", "dp=1", None, 1), ("checkpoint", "pp=2", "zb-h1", 2)]
+    ("region", "plan", "schedule", "ranks"),
+    only(
+        (0, 1),
+        (
+            ("autocast", "dp=1", None, 1),
+            ("checkpoint", "pp=2", "zb-h1", 2),
+            ("", "tp=2", None, 2),
+            ("", "dp=2,tp=2", None, 4),
+            ("", "dp=3", None, 3),
+            ("", "pp=2", "1f1b", 2),
+        ),
+    ),
 )
 @pytest.mark.usefixtures("options")
 def test_a_region_may_have_random_numbers_inside(region: str, plan: str, schedule: str | None, ranks: int) -> None:
+    """They are nodes of its graph, which draw anew in each step and micro-batch."""
     torch.manual_seed(0)
-    inputs = {"x": torch.randn(8, 4)}
-    made = nnscaler.parallelize(Noisy(region), inputs, ranks=ranks, plan=plan, schedule=schedule, micro_batches=ranks)
+    inputs, batches = {"x": torch.randn(24, 4)}, 2
+    made = nnscaler.parallelize(Noisy(region), inputs, ranks=ranks, plan=plan, schedule=schedule, micro_batches=batches)
 
     def run(communicator: Communicator, compiled: bool) -> Result:
         engine = Engine(made, communicator, EngineSettings(compiled=compiled))
-        loss = float(engine.step(inputs))
-        return [loss], {name: p.grad for name, p in engine.parameters.items() if p.grad is not None}, []
+        part = engine.data_part
+        rows = {name: tensor.tensor_split(part.count)[part.index] for name, tensor in inputs.items()}
+        losses: list[float | None] = [float(engine.step(rows)) for _ in range(3)]
+        return losses, {name: p.grad for name, p in engine.parameters.items() if p.grad is not None}, []
 
-    plain, found = (Simulator(ranks).run(partial(run, compiled=compiled)) for compiled in (False, True))
+    plain = Simulator(ranks).run(partial(run, compiled=False))
+    torch._dynamo.utils.counters.clear()
+    found = Simulator(ranks).run(partial(run, compiled=True))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == ranks, "the stage of a rank is not one graph"
+    assert len(set(plain[0][0])) == 3
     for (losses, gradients, _), (known_losses, known, _) in zip(found, plain, strict=True):
         assert losses == known_losses and gradients.keys() == known.keys()
         assert all(torch.equal(gradient, known[name]) for name, gradient in gradients.items())

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nnscaler.ir.graph import Graph, Operation
-from nnscaler.runtime.ops.random import logical_uniform, normal_of
+from nnscaler.runtime.ops.random import logical_kept, logical_uniform, normal_of
 from nnscaler.tracing.graph_builder import dtype_of
 from nnscaler.tracing.passes.lower_random_draws import IN_PLACE, FixedDraws, Now, formula_of, numbers_of
 
@@ -178,8 +178,10 @@ class ProgramDraws(FixedDraws):
             return func(*args, **(kwargs or {}))
         if draw.drops:
             result = func(*args, **(kwargs or {}))
-            noise = logical_uniform(self._seed, draw.name, self._step, draw.shape, draw.dims, result.device)
-            return result.copy_(noise >= draw.probability)
+            kept = logical_kept(
+                draw.probability, self._seed, draw.name, self._step, draw.shape, draw.dims, result.device
+            )
+            return result.copy_(kept)
         self._current = draw
         return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -205,7 +207,7 @@ class _Named(Now):
         self._where, self._seed, self._of, self._step = device, seed, of, step
 
     def draw(self, kind: str, shape: Sequence[int], dtype: str) -> Tensor:
-        numbers = logical_uniform(self._seed, self._of.name, self._step, shape, None, self._where)
+        numbers = logical_uniform(self._seed, self._of.name, self._step, shape, self._where)
         if kind == "normal":
             return normal_of(numbers + 2.0**-54).to(dtype_of(dtype))
         return (numbers + 2.0**-54).to(dtype_of(dtype))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.simulator import Simulator
-from nnscaler.runtime.ops.random import logical_uniform
+from nnscaler.runtime.ops.random import logical_kept
 from nnscaler.training.model_part.engine import PartEngine
 from nnscaler.training.model_part.module import Part
 from nnscaler.training.model_part.program import PartProgram, compile_part
@@ -32,7 +32,7 @@ class Drop(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             return x
-        kept = logical_uniform(0, "dropout", self.calls, x.shape) >= 0.4
+        kept = logical_kept(0.4, 0, "dropout", self.calls, x.shape)
         self.calls += 1
         return torch.where(kept, x / 0.6, 0.0)
 
