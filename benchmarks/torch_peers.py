@@ -28,7 +28,7 @@ RATE = 1e-4
 
 @dataclass(frozen=True)
 class Size:
-    """A GPT, and the rows and tokens of a global batch."""
+    """A GPT, the rows and tokens of a global batch, and with which probability what a block adds is dropped."""
 
     width: int
     layers: int
@@ -36,19 +36,21 @@ class Size:
     words: int
     tokens: int
     rows: int
+    dropped: float = 0.0
 
 
 SIZES = {
     "compute": Size(256, 4, 8, 1024, 128, 8),
     "communication": Size(512, 4, 8, 1024, 32, 8),
     "tiny": Size(64, 4, 4, 128, 16, 16),
+    "dropout": Size(256, 4, 8, 1024, 128, 8, 0.1),  # for rows whose peer draws on every rank by itself: one, dp, zero
 }
 
 
 class Block(nn.Module):
     def __init__(self, size: Size) -> None:
         super().__init__()
-        self.head_dim = size.width // size.heads
+        self.head_dim, self.dropped = size.width // size.heads, size.dropped
         self.first, self.second = nn.LayerNorm(size.width), nn.LayerNorm(size.width)
         self.q, self.k, self.v, self.out = (nn.Linear(size.width, size.width) for _ in range(4))
         self.up, self.down = nn.Linear(size.width, 4 * size.width), nn.Linear(4 * size.width, size.width)
@@ -58,8 +60,9 @@ class Block(nn.Module):
         y = self.first(x)
         q, k, v = (f(y).view(batch, tokens, -1, self.head_dim).transpose(1, 2) for f in (self.q, self.k, self.v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).reshape(batch, tokens, -1))
-        result: Tensor = x + self.down(F.gelu(self.up(self.second(x))))
+        x = x + F.dropout(self.out(y.transpose(1, 2).reshape(batch, tokens, -1)), self.dropped, self.training)
+        y = self.down(F.gelu(self.up(self.second(x))))
+        result: Tensor = x + F.dropout(y, self.dropped, self.training)
         return result
 
 
