@@ -14,7 +14,13 @@ from nnscaler.runtime.stage_base_class import Stage
 from nnscaler.tracing.sample_inputs import flatten_inputs
 from verify import Verdict
 from verify.programs.execution.compare_variables import Variable, compare_variable
-from verify.programs.reference.eager import logical_state, measure_condition, randomise_parameters, run_reference
+from verify.programs.reference.eager import (
+    logical_state,
+    measure_condition,
+    moved_model,
+    randomise_parameters,
+    run_reference,
+)
 from verify.results.tolerance import difference, exact_tolerance, family_scale, largest
 
 KEY = ("gradient", 0, "w")
@@ -142,3 +148,18 @@ def test_pieces_of_complex_numbers_are_compared_with_both_of_their_parts() -> No
 def test_the_largest_of_truth_values() -> None:
     assert largest(torch.tensor([False, True])) == 1.0
     assert largest(torch.tensor([False])) == 0.0
+
+
+def test_what_is_not_finite_is_told_where_the_right_value_is_another_one() -> None:
+    masked = torch.tensor([1.0, -inf])
+    assert not difference(torch.tensor([2.0, -inf]), masked).not_finite
+    assert not difference(torch.tensor([1.0, 0.0]), masked).not_finite
+    assert difference(torch.tensor([float("nan"), -inf]), masked).not_finite
+    assert difference(torch.tensor([1.0, inf]), torch.ones(2)).not_finite
+
+
+def test_complex_parameters_are_disturbed_too() -> None:
+    model = nn.ParameterList([torch.zeros(3, dtype=torch.complex64)])
+    randomise_parameters(model, 1)
+    assert bool((torch.view_as_real(model[0].detach()) != 0).all())
+    assert not torch.equal(moved_model(model)[0], model[0].to(torch.complex128))

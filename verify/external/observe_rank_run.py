@@ -3,7 +3,6 @@ after each step, by the addresses of the plain model's elements."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from nnscaler.errors import NnscalerError, few
+from nnscaler.tracing.export.module_copies import copied_with_hooks
 from nnscaler.tracing.float64_run import run_backward
 from verify.external.parameter_mapping import Kind, Lookup, RankPiece, local_value, match, state_of
 from verify.external.program import Batch, ExternalProgram
@@ -147,7 +147,7 @@ def parallelised(
     program: ExternalProgram, model: nn.Module, dtype: torch.dtype, dropout: bool = False
 ) -> Iterator[Any]:
     """Parallelise a copy of the plain model on this rank; while open, it computes in the dtype."""
-    mine = copy.deepcopy(model)
+    mine = copied_with_hooks(model)
     torch.manual_seed(0)
     with computing_in(mine, dtype, dropout):
         pass  # the copy is converted for good
@@ -227,7 +227,7 @@ def local_gradient(parameter: Tensor) -> Tensor | None:
             gradient = gradient.full_tensor()
         elif gradient.placements != parameter.placements:
             gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
-    return local_value(gradient).clone()
+    return local_value(gradient.to_dense()).clone()
 
 
 def _clip(program: ExternalProgram, made: Any) -> Tensor | None:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from nnscaler.runtime.tensor_bits import bits_of
+from verify.results.tolerance import FILL, family_scale
 
 Kind = Literal["parameter", "buffer"]
 Addresses = range | Tensor  # a run of addresses, or one for each element of the local tensor, flattened
@@ -81,6 +82,17 @@ class StateMap:
                 start = self.starts[name]
                 whole[start : start + len(real)] = real.to("cpu", torch.float64)
         return whole
+
+    @cached_property
+    def parameters(self) -> range:
+        """Return the addresses of all parameters: those of buffers lie behind them."""
+        return range(next((self.starts[name] for name in self.names if self.kinds[name] == "buffer"), self.size))
+
+    def family_scale(self, kind: str, values: Tensor) -> float:
+        """Return the scale of gradients or of parameters, given over all addresses; buffers have none in common."""
+        if kind == "buffer":
+            return 0.0
+        return family_scale([values]) if kind == "gradient" else family_scale([taken(values, self.parameters)], FILL)
 
     def whole(self, name: str) -> range:
         """Return the addresses of a tensor of the plain model."""
@@ -173,14 +185,8 @@ class Lookup:
     def of(space: StateMap, values: Mapping[str, Tensor]) -> Lookup:
         """Sort the parameters' values."""
         flat = space.flat(values)
-        inside = torch.zeros(space.size, dtype=torch.bool)
-        for name in space.names:
-            if space.kinds[name] == "parameter":
-                whole = space.whole(name)
-                inside[whole.start : whole.stop] = True
-        candidates = inside.nonzero().flatten()
-        ordered, order = torch.sort(flat[candidates], stable=True)
-        return Lookup(space, flat, ordered, candidates[order])
+        ordered, order = torch.sort(taken(flat, space.parameters), stable=True)
+        return Lookup(space, flat, ordered, order)
 
     def by_value(self, values: Tensor) -> tuple[Tensor, float]:
         """Return an address for each value, and the share of them that the model has in one place; others get any.

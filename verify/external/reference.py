@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -14,13 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from nnscaler.errors import NnscalerError
-from nnscaler.runtime.training.gradients.unshare_gradient_memory import separate_gradients
+from nnscaler.tracing.export.module_copies import copied_with_hooks
 from nnscaler.tracing.export.user_source_locations import model_errors
 from nnscaler.tracing.float64_run import convert_floats, exact, run_backward, without_dropout
 from verify.external.parameter_mapping import Lookup, StateMap, as_real, state_of
 from verify.external.program import Batch, ExternalProgram
 from verify.external.torchrun.cuda_on_cpu import OnCpu
-from verify.programs.reference.eager import choose_learning_rate, logical_state, randomise_parameters
+from verify.programs.reference.eager import (
+    choose_learning_rate,
+    logical_state,
+    randomise_parameters,
+    settle_gradients,
+)
+from verify.results.tolerance import is_finite
 
 Buffers = dict[str, Tensor]
 _told = partial(model_errors, "the plain model itself raises on `batch()`")
@@ -192,7 +197,7 @@ def run_reference(
 ) -> PlainReference:
     """Train a copy of the plain model on the whole batch. Raises NnscalerError `model_raised`, `no_gradient`,
     `reference_not_finite`."""
-    model = copy.deepcopy(model)
+    model = copied_with_hooks(model)
     step_of = program.reference_step or program.step
     parts = data_parts(program)
     rows: list[ReferenceStep] = []
@@ -246,7 +251,7 @@ def _run_parts(
     for part in range(parts):
         left: list[Buffers] = []
         for before in ({}, kept[part]) if kept[part] else ({},):
-            mine = _copy_of(model)
+            mine = copied_with_hooks(model)
             _put_buffers(mine, before)
             loss = _part_loss(step_of, model, mine, whole, (part, parts), dtype)
             losses += [] if left else [loss]
@@ -281,7 +286,7 @@ def _part_loss(
         if error.code != "model_raised":
             raise
         with _told():  # it may be that the model does not run at all
-            step_of(_copy_of(model), copied(whole, dtype))
+            step_of(copied_with_hooks(model), copied(whole, dtype))
         cut = [tuple(a.shape) for a, b in zip(tensors_of(whole), tensors_of(rows), strict=True) if a.shape != b.shape]
         shapes = ", ".join(map(str, cut))
         help = (
@@ -290,17 +295,6 @@ def _part_loss(
             "model as a buffer, or outside of `batch()`, where `step` reads it"
         )
         raise NnscalerError(error.code, error.message, error.where, help) from error
-
-
-def _copy_of(model: nn.Module) -> nn.Module:
-    """Return a copy without gradients. What a forward left on the model as a result of its graph is left out."""
-    model.zero_grad(set_to_none=True)
-    known: dict[int, Any] = {}
-    for module in model.modules():
-        for value in vars(module).values():
-            if isinstance(value, Tensor) and not value.is_leaf:
-                known[id(value)] = value.detach()
-    return copy.deepcopy(model, known)
 
 
 def _backward(program: ExternalProgram, step_of: Any, model: nn.Module, batch: Batch, dtype: torch.dtype) -> Tensor:
@@ -318,7 +312,7 @@ def _backward(program: ExternalProgram, step_of: Any, model: nn.Module, batch: B
             loss = step_of(model, copied(piece, dtype))
             if isinstance(loss, Tensor) and loss.requires_grad and _no_gradient_yet(model, len(losses)):
                 run_backward(loss, torch.full_like(loss, 1.0 / len(pieces)))
-        separate_gradients(model.parameters())
+        settle_gradients(model)
         losses.append(_scalar(loss))
         first = first or _buffers_of(model)
     _put_buffers(model, first)
@@ -330,7 +324,7 @@ def _backward(program: ExternalProgram, step_of: Any, model: nn.Module, batch: B
 
 def _check_finite(program: ExternalProgram, number: int, loss: Tensor, model: nn.Module) -> None:
     """Check that a step of the plain model gives numbers. Raises NnscalerError `reference_not_finite`."""
-    wrong = [n for n, p in model.named_parameters() if p.grad is not None and bool(p.grad.isnan().all()) and p.numel()]
+    wrong = [n for n, p in model.named_parameters() if p.grad is not None and not is_finite(p.grad)]
     if bool(torch.isfinite(loss)) and not wrong:
         return
     named = f"the gradient of {wrong[0]}" if wrong and bool(torch.isfinite(loss)) else "the loss"
@@ -364,7 +358,7 @@ def piece_of_step(program: ExternalProgram, model: nn.Module, reference: PlainRe
     @cache
     def run(number: int, piece: int, pieces: int) -> tuple[Tensor, Tensor]:
         before = reference.steps[number - 1].parameters if number else space.flat(reference.start)
-        mine = copy.deepcopy(model)
+        mine = copied_with_hooks(model)
         with torch.random.fork_rng(devices=[]), computing_in(mine, reference.dtype):
             with torch.no_grad():
                 for name, tensor, _ in state_of(mine):
@@ -375,6 +369,7 @@ def piece_of_step(program: ExternalProgram, model: nn.Module, reference: PlainRe
             loss = step_of(mine, copied(rows, reference.dtype))
             if isinstance(loss, Tensor) and loss.requires_grad and _no_gradient_yet(mine, 0):
                 run_backward(loss, torch.ones_like(loss))
+            settle_gradients(mine)
             gradients = space.flat({n: p.grad for n, p in mine.named_parameters(remove_duplicate=False)})
             return _scalar(loss).double(), gradients
 

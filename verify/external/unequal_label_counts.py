@@ -16,7 +16,6 @@ count: their program may rely on that.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nnscaler.errors import NnscalerError
+from nnscaler.tracing.export.module_copies import copied_with_hooks
 from verify.external.program import Batch, ExternalProgram
 from verify.external.reference import (
     PlainReference,
@@ -191,7 +191,7 @@ class _Watch(TorchDispatchMode):
 
 def _indices_ignored(program: ExternalProgram, model: nn.Module, batch: Batch) -> tuple[int, ...]:
     """Run the plain model, and return each `ignore_index` of its cross entropies; () where it raises."""
-    mine, watch = copy.deepcopy(model), _Watch()
+    mine, watch = copied_with_hooks(model), _Watch()
     with torch.random.fork_rng(devices=[]), computing_in(mine, torch.float64), watch:
         try:
             (program.reference_step or program.step)(mine, copied(batch, torch.float64))

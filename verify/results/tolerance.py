@@ -27,7 +27,8 @@ from verify.results.verdict import Verdict
 # never agree.
 
 # What fills masked places (-1e9, or the least number of a dtype) is no scale of what stands beside it: beyond FILL,
-# what is the same on both sides is left out.
+# what is the same on both sides is left out; and so is all of it in the family of parameters or of buffers, for a mask
+# may be one of them. Whole numbers do not round: none of them is a scale that hides a difference of one.
 
 FAMILY_SHARE = 1e-3
 FILL = 1e6  # of what is as large as activations are
@@ -56,6 +57,11 @@ class TensorDifference:
     elements: int = 0
     problem: str = ""  # "shape (2, 3) instead of (3, 2)", "not finite"
 
+    @property
+    def not_finite(self) -> bool:
+        """Return whether NaN or infinity was found where the right value is another one."""
+        return self.relative == inf and not isfinite(self.actual)
+
     def __str__(self) -> str:
         if self.problem:
             return self.problem
@@ -63,9 +69,9 @@ class TensorDifference:
         return f"{self.actual:.10g} instead of {self.expected:.10g}{at}, relative difference {self.relative:.2g}"
 
 
-def family_scale(tensors: Iterable[Tensor | None]) -> float:
-    """Return the largest absolute value in all of these."""
-    return max((largest(t) for t in tensors if t is not None), default=0.0)
+def family_scale(tensors: Iterable[Tensor | None], fill: float = inf) -> float:
+    """Return the largest finite absolute value in all of these that are not whole numbers, of those up to `fill`."""
+    return max((largest_up_to(t, fill) for t in tensors if t is not None and not _is_whole(t)), default=0.0)
 
 
 def largest(tensor: Tensor) -> float:
@@ -77,7 +83,13 @@ def largest(tensor: Tensor) -> float:
 
 def largest_finite(tensor: Tensor) -> float:
     """Return the largest absolute value that is finite, 0 where there is none."""
-    return largest(tensor[torch.isfinite(tensor)])
+    return largest_up_to(tensor, inf)
+
+
+def largest_up_to(tensor: Tensor, fill: float = FILL) -> float:
+    """Return the largest finite absolute value that is not beyond `fill`, 0 where there is none."""
+    kept = torch.isfinite(tensor) if fill == inf else tensor.abs() <= fill
+    return largest(tensor[kept])
 
 
 def largest_beside_fill(expected: Tensor, same: Tensor, fill: float = FILL) -> float:
@@ -103,12 +115,17 @@ def difference(actual: Tensor, expected: Tensor, scale: float = 0.0) -> TensorDi
     dtype = torch.complex128 if actual.is_complex() or expected.is_complex() else torch.float64
     a, e = _numbers(actual.to(dtype)), _numbers(expected.to(dtype))
     if not is_finite(a) and is_finite(e):
-        return TensorDifference(inf, inf, elements=a.numel(), problem=_not_finite(a))
+        place = int(a.isfinite().flatten().byte().argmin())
+        found, right = float(a.flatten()[place]), float(e.flatten()[place])
+        return TensorDifference(inf, inf, (), right, found, elements=a.numel(), problem=_not_finite(a))
     same = (a == e) | (a.isnan() & e.isnan())
     gap = torch.where(same, 0.0, (a - e).abs())
+    reference = max(largest_beside_fill(e, same), FAMILY_SHARE * scale)
+    if _is_whole(actual) and not expected.is_complex():
+        unlike = actual.cpu() != expected.cpu()  # float64 does not tell large ones apart
+        gap, reference = torch.where(unlike.view(gap.shape), gap.clamp_min(1.0), gap), min(reference, FILL)
     place = int(gap.argmax())
     absolute = float(gap.flatten()[place])
-    reference = max(largest_beside_fill(e, same), FAMILY_SHARE * scale)
     relative = 0.0 if absolute == 0 else absolute / reference if reference > 0 else inf
     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), a.shape)) if a.dim() else ()
     return TensorDifference(
@@ -120,6 +137,10 @@ def difference(actual: Tensor, expected: Tensor, scale: float = 0.0) -> TensorDi
         int((gap != 0).sum()),
         a.numel(),
     )
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
 
 
 def _not_finite(tensor: Tensor) -> str:

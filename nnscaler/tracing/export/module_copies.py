@@ -43,6 +43,14 @@ def copied(module: nn.Module) -> nn.Module:
     Raises NnscalerError as `refuse_stored_hooks`, and "trace_failed" for such an object that holds tensors or modules.
     """
     refuse_stored_hooks(module)
+    return copied_with_hooks(module)
+
+
+def copied_with_hooks(module: nn.Module) -> nn.Module:
+    """Return a copy as `copied` does, of a module that may have hooks on gradients. Torch copies those of modules.
+
+    Raises NnscalerError "trace_failed" for an object that can neither be copied nor shared.
+    """
     known: dict[int, Any] = dict(_copied_memory(module))
     try:
         result = copy.deepcopy(module, known)

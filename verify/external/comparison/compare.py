@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from math import isnan
+from math import inf, isnan
 
 import torch
 from torch import Tensor
 
+from nnscaler.runtime.tensor_bits import same_bits
 from verify.external.comparison.comparison_records import ComparisonResult, Difference, ProgramRun
 from verify.external.comparison.losses_and_norms import compare_losses, compare_norms
 from verify.external.comparison.micro_batch_reference import MEAN_OF_MEANS, cause_by_micro_batches
@@ -18,7 +19,7 @@ from verify.external.parameter_mapping import RankPiece, as_real, taken
 from verify.external.reference import PlainReference, data_part
 from verify.programs.causes.find_cause_of_wrong_tensor import cause_of
 from verify.programs.causes.wrong_tensor import VAGUE, Cause
-from verify.results.tolerance import FAMILY_SHARE, difference, largest, largest_finite
+from verify.results.tolerance import FAMILY_SHARE, FILL, difference, family_scale, largest
 from verify.results.verdict import Verdict
 
 
@@ -104,7 +105,7 @@ def _changed(reference: PlainReference, kind: str) -> Iterator[str]:
         if space.kinds[name] == kind and name in reference.start:
             after = taken(reference.steps[-1].parameters, space.whole(name))
             before = as_real(reference.start[name].detach()).flatten().to(after.dtype)
-            if not torch.equal(before, after):
+            if not same_bits(before, after):
                 yield name
 
 
@@ -116,7 +117,7 @@ def _gradients(run: ProgramRun, last: int) -> ComparisonResult:
     found: list[Difference] = []
     count, worst, name = 0, 0.0, "gradients"
     for number, step in enumerate(run.reference.steps[: last + 1]):
-        scale = largest_finite(step.gradients)
+        scale = run.reference.space.family_scale("gradient", step.gradients)
         seen = [record.steps[number] for record in run.records]
         read = frozenset(name for one in seen for name in one.gradients if name not in one.unread)
         for record in run.records:
@@ -160,20 +161,20 @@ def _gradient(
             return None, 0.0
         cause = Cause("zero", "the parameter has no gradient on this rank")
         return Difference("gradient_missing", *key, Verdict.REFUTED, cause=cause, layout=piece.layout), 0.0
-    gap = difference(value.double(), expected, _scale(run, piece, run.reference.steps[number].gradients, scale))
+    gap = difference(value, expected, _scale(run, piece, run.reference.steps[number].gradients, scale, inf))
     verdict = _judge(run, ("gradient", number), piece, gap.relative)
     if verdict.passes:
         return None, gap.relative
-    code = "not_finite" if gap.problem and "NaN" in gap.problem else "gradient_differs"
+    code = "not_finite" if gap.not_finite else "gradient_differs"
     cause = _explain(run, number, record, piece, value) if not gap.problem else Cause("differs", gap.problem)
     numbers = (f"{gap.expected:.10g}", f"{gap.actual:.10g}")
     return Difference(code, *key, verdict, gap.relative, *numbers, cause, piece.layout), gap.relative
 
 
-def _scale(run: ProgramRun, piece: RankPiece, values: Tensor, family: float) -> float:
+def _scale(run: ProgramRun, piece: RankPiece, values: Tensor, family: float, fill: float) -> float:
     """Return the scale that makes a difference relative to the whole tensors: a shard itself may be small."""
     space = run.reference.space
-    whole = max((largest_finite(taken(values, space.whole(name))) for name in piece.names), default=0.0)
+    whole = family_scale((taken(values, space.whole(name)) for name in piece.names), fill)
     return max(family, whole / FAMILY_SHARE)
 
 
@@ -252,7 +253,7 @@ def _states(run: ProgramRun, kind: str, last: int) -> ComparisonResult:
     count, worst = 0, 0.0
     code = f"{kind}_differs"
     for number, step in enumerate(run.reference.steps[:last]):
-        scale = largest_finite(step.parameters) if kind == "parameter" else 0.0
+        scale = run.reference.space.family_scale(kind, step.parameters)
         for record in run.records:
             for piece in _compared(record, kind):
                 value = record.steps[number].state.get(piece.local)
@@ -261,7 +262,7 @@ def _states(run: ProgramRun, kind: str, last: int) -> ComparisonResult:
                 count += 1
                 gap, expected = min(
                     (
-                        (difference(value.double(), right, _scale(run, piece, step.parameters, scale)), right)
+                        (difference(value, right, _scale(run, piece, step.parameters, scale, FILL)), right)
                         for right in _right_states(run, number, record, piece)
                     ),
                     key=lambda found: found[0].relative,

@@ -20,7 +20,7 @@ from verify.external.program import ExternalProgram
 from verify.external.reference import PlainReference, run_reference
 from verify.programs.low_precision.noise import NearTies, moved_model, rounded_model
 from verify.programs.low_precision.reassociation_mode import Reassociated
-from verify.results.tolerance import FLOAT64_BOUND, Key, difference, largest_finite
+from verify.results.tolerance import FLOAT64_BOUND, Key, difference
 from verify.results.verdict import Verdict
 
 DRAWS = 3  # runs with moved parameters
@@ -112,13 +112,13 @@ def distances(run: PlainReference, truth: PlainReference) -> Iterator[tuple[Key,
             yield ("norm", number, ""), difference(found.norm.double(), right.norm.double()).relative
         families = (("gradient", found.gradients, right.gradients), ("parameter", found.parameters, right.parameters))
         for kind, a, b in families:
-            scale = largest_finite(b)
+            scale = space.family_scale(kind, b)
             for name in space.names:
                 whole = space.whole(name)
                 if len(whole):
                     one, two = _finite(a[whole.start : whole.stop]), _finite(b[whole.start : whole.stop])
-                    what = "buffer" if kind == "parameter" and space.kinds[name] == "buffer" else kind
-                    yield (what, number, name), difference(one, two, scale if what != "buffer" else 0.0).relative
+                    what = space.kinds[name] if kind == "parameter" else kind
+                    yield (what, number, name), difference(one, two, 0.0 if what == "buffer" else scale).relative
 
 
 def _finite(values: Tensor) -> Tensor:

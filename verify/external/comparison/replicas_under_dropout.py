@@ -8,7 +8,6 @@ depend on the rank drop other elements on each of them: the losses differ, and s
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from nnscaler.tracing.export.module_copies import copied_with_hooks
 from nnscaler.tracing.float64_run import exact
 from verify.external.observe_rank_run import RankRecord
 from verify.external.program import Batch, ExternalProgram
@@ -56,7 +56,7 @@ def draws_beside_dropout(program: ExternalProgram, model: nn.Module, batch: Batc
 
 
 def _loss(program: ExternalProgram, model: nn.Module, batch: Batch, dropout: bool) -> Tensor | None:
-    step, mine = program.reference_step or program.step, copy.deepcopy(model)
+    step, mine = program.reference_step or program.step, copied_with_hooks(model)
     with exact(mine, dropout=dropout, generators=True):
         loss = step(mine, copied(batch, torch.float64))
     return None if loss is None else loss.detach().clone()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from nnscaler.errors import few
+from nnscaler.tracing.export.module_copies import copied_with_hooks
 from nnscaler.tracing.float64_run import convert_floats
 from verify.external.differential_run import ExternalCase
 from verify.external.parameter_mapping import StateMap, as_real, state_of
@@ -128,7 +128,7 @@ def _tried(case: ExternalCase, form: CheckpointForm, folder: Path) -> _Tried | N
 
 def _holding(model: nn.Module, space: StateMap, held: HeldValues, dtype: torch.dtype) -> nn.Module:
     """Return a copy of the plain model with what the ranks held: start values may have fewer bits than its dtype."""
-    mine = copy.deepcopy(model)
+    mine = copied_with_hooks(model)
     convert_floats(mine, dtype)
     with torch.no_grad():
         for name, tensor, _ in state_of(mine):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nnscaler.errors import few
+from nnscaler.runtime.tensor_bits import distance_of_copies, same_bits
 from verify.external.comparison.compare import compare
 from verify.external.comparison.comparison_records import ComparisonResult, Difference, PartGradients, ProgramRun
 from verify.external.comparison.findings import findings
@@ -36,7 +37,7 @@ from verify.external.torchrun.run_ranks_and_reference import ScriptRunner
 from verify.programs.low_precision.noise import moved
 from verify.results.finding import Finding
 from verify.results.report import Check
-from verify.results.tolerance import FLOAT64_BOUND, Key, difference, largest
+from verify.results.tolerance import FLOAT64_BOUND, Key, difference
 from verify.results.verdict import Verdict
 
 _ROUNDING = 1e-3  # a relative difference in float64 that an ill-conditioned model may make
@@ -371,8 +372,8 @@ def compare_replicas(records: Sequence[RankRecord]) -> ComparisonResult:
                 if other[1] is value or other[1].shape != value.shape:
                     continue
                 count += 1
-                if not torch.equal(other[1], value):
-                    gap = largest(other[1].double() - value.double())
+                if not same_bits(other[1], value):
+                    _, gap = distance_of_copies(other[1], value)
                     found.append(Difference("replicas_differ", piece.name, record.rank, number, Verdict.REFUTED, gap))
         if found:
             break

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from nnscaler.runtime.tensor_bits import same_bits
 from verify.programs.causes.find_cause_of_wrong_tensor import cause_of
 from verify.programs.causes.wrong_tensor import STAGES, WrongTensor, exact, on_ranks
 from verify.programs.checks.gradient_norm import cause_of_update
@@ -15,7 +16,7 @@ from verify.programs.checks.input_and_outcome import CheckOutcome, Comparison, T
 from verify.programs.checks.logical_tensors import Holding, StageTensor, by_rank, put_together
 from verify.programs.reference.eager import gradient_value
 from verify.results.finding import Finding
-from verify.results.tolerance import TensorDifference, difference, family_scale, is_finite
+from verify.results.tolerance import FILL, TensorDifference, difference, family_scale
 from verify.results.verdict import Verdict
 
 
@@ -61,7 +62,7 @@ def check_parameters(comparison: Comparison) -> CheckOutcome:
     """Compare every parameter after the last step."""
     tally = Tally(f"parameters after {_steps(comparison)}", comparison.tolerance.level, comparison.tolerance)
     expected = comparison.reference.parameters
-    reference = Reference("parameter", comparison.steps - 1, expected, family_scale(expected.values()))
+    reference = Reference("parameter", comparison.steps - 1, expected, family_scale(expected.values(), FILL))
     entries = by_rank(comparison.results, "parameter")
     for holding in comparison.parameters.values():
         compare(tally, comparison, reference, put_together(holding, entries))
@@ -72,8 +73,7 @@ def check_buffers(comparison: Comparison) -> CheckOutcome:
     """Compare every buffer that the program holds, after the last step."""
     tally = Tally(f"buffers after {_steps(comparison)}", comparison.tolerance.level, comparison.tolerance)
     expected = comparison.reference.buffers
-    scale = family_scale(t for t in expected.values() if t.is_floating_point())
-    reference = Reference("buffer", comparison.steps - 1, expected, scale)
+    reference = Reference("buffer", comparison.steps - 1, expected, family_scale(expected.values(), FILL))
     entries = by_rank(comparison.results, "buffer")
     for holding in comparison.buffers.values():
         compare(tally, comparison, reference, put_together(holding, entries))
@@ -147,8 +147,7 @@ def _differs(
     cause: str | None,
 ) -> Finding:
     name, kind, step = logical.holding.name, reference.kind, reference.step
-    assert logical.value is not None
-    code = f"{kind}_differs" if is_finite(logical.value) else "not_finite"
+    code = "not_finite" if found.not_finite else f"{kind}_differs"
     when = f"at step {step}" if kind in ("gradient", "result") else f"after {_steps(comparison)}"
     return _finding(
         comparison,
@@ -205,7 +204,7 @@ def check_coverage(comparison: Comparison, initial_buffers: dict[str, torch.Tens
         tally.add(*_held(comparison, name, name in held, "parameter"))
     for name in sorted({comparison.names[n][0] for n in reference.buffers if n in initial_buffers}):
         after, before = reference.buffers[name], initial_buffers[name]
-        changed = after.shape != before.shape or not torch.equal(exact(after), exact(before))
+        changed = after.shape != before.shape or not same_bits(exact(after), exact(before))
         if name in held or changed:
             tally.add(*_held(comparison, name, name in held, "buffer"))
     for holding in (*comparison.parameters.values(), *comparison.buffers.values()):

@@ -6,7 +6,7 @@ from verify.programs.checks.compare_gradients_and_state import Reference, compar
 from verify.programs.checks.input_and_outcome import CheckOutcome, Comparison, Tally
 from verify.programs.checks.logical_tensors import by_rank, put_together
 from verify.results.finding import Finding
-from verify.results.tolerance import difference, family_scale
+from verify.results.tolerance import difference
 from verify.results.verdict import Verdict
 
 
@@ -21,7 +21,7 @@ def check(comparison: Comparison) -> CheckOutcome:
                 message = f"no rank of the program returns `{name}`"
                 tally.add(Verdict.REFUTED, Finding("result_differs", message, comparison.place(name)))
                 continue
-            reference = Reference("result", step, {name: right}, family_scale([right]))
+            reference = Reference("result", step, {name: right}, 0.0)
             compare(tally, comparison, reference, put_together(holding, entries))
     if not tally.refuted:
         _gathered(tally, comparison)
@@ -33,7 +33,7 @@ def _gathered(tally: Tally, comparison: Comparison) -> None:
     for rank in comparison.results:
         for name, found in rank.gathered.items():
             right = comparison.reference.results[0][name]
-            gap = difference(found, right, family_scale([right]))
+            gap = difference(found, right)
             verdict = comparison.tolerance.judge(("result", 0, name), gap.relative)
             finding = None
             if not verdict.passes and not tally.findings:

@@ -10,7 +10,7 @@ from nnscaler.runtime.training.gradients.clipping import EPSILON
 from verify.programs.causes.wrong_tensor import CLOSE, exact
 from verify.programs.checks.input_and_outcome import CheckOutcome, Comparison, Tally
 from verify.results.finding import Finding
-from verify.results.tolerance import difference, is_finite, largest
+from verify.results.tolerance import difference, largest
 from verify.results.verdict import Verdict
 
 NAME = "gradient norm, clipped"
@@ -37,7 +37,7 @@ def check(comparison: Comparison) -> CheckOutcome:
             verdict = Verdict.REFUTED  # ranks that scale by different factors drift apart
         finding = None
         if not verdict.passes:
-            code = "gradient_norm_differs" if is_finite(result.norm) else "not_finite"
+            code = "not_finite" if found.not_finite else "gradient_norm_differs"
             finding = Finding(
                 code if verdict is Verdict.REFUTED else "near_threshold",
                 f"the norm of all gradients of step {step} differs on rank {result.rank}: {found}",

@@ -11,7 +11,7 @@ from verify.programs.causes.find_cause_of_wrong_tensor import cause_of
 from verify.programs.causes.wrong_tensor import WrongTensor, exact
 from verify.programs.checks.input_and_outcome import CheckOutcome, Comparison, Tally
 from verify.results.finding import Finding
-from verify.results.tolerance import difference, family_scale, is_finite
+from verify.results.tolerance import difference, family_scale
 from verify.results.verdict import Verdict
 
 
@@ -30,7 +30,7 @@ def check(comparison: Comparison) -> CheckOutcome:
             verdict = comparison.tolerance.judge(key, found.relative)
             finding = None
             if not verdict.passes:
-                code = "loss_differs" if is_finite(actual) else "not_finite"
+                code = "not_finite" if found.not_finite else "loss_differs"
                 finding = Finding(
                     _code(verdict, code),
                     f"the loss of step {step}, `{comparison.loss}`, differs on rank {rank}: {found}",

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 from types import MappingProxyType
 from typing import Any
 
@@ -35,7 +36,7 @@ from nnscaler.tracing.sample_inputs import SampleInputs
 from verify.programs.low_precision.error_statistics import Statistics, floors, size, statistics
 from verify.programs.low_precision.reassociation_mode import Reassociated, RulesMode
 from verify.programs.reference.eager import Trajectory, run_reference
-from verify.results.tolerance import Key, family_scale, is_finite
+from verify.results.tolerance import FILL, Key, family_scale, is_finite
 
 # The model as a dtype sees it: values rounded to the dtype, and moved by one unit in the last place.
 
@@ -238,7 +239,7 @@ def targets_of(trajectory: Trajectory) -> dict[Key, Target]:
     """Return every tensor of the exact result by (kind, step, name)."""
     found: dict[Key, Target] = {}
     for kind, step, tensors in _families(trajectory):
-        family = family_scale(t for t in tensors.values() if t is not None and t.is_floating_point())
+        family = family_scale(tensors.values(), FILL if kind in ("parameter", "buffer") else inf)
         for name, value in tensors.items():
             if value is not None and (kind != "result" or is_finite(value)):  # masked places of a result are infinite
                 found[kind, step, name] = Target(value, family, size(value, family))

@@ -20,11 +20,19 @@ from nnscaler.runtime.training.gradients.unshare_gradient_memory import separate
 from nnscaler.tracing.export.loss_module import Results, results_of
 from nnscaler.tracing.export.module_copies import copied
 from nnscaler.tracing.export.user_source_locations import model_errors
-from nnscaler.tracing.float64_run import convert_floats, exact, own_dtype, run_backward, with_draws, without_dropout
+from nnscaler.tracing.float64_run import (
+    convert_floats,
+    exact,
+    exact_tensor,
+    own_dtype,
+    run_backward,
+    with_draws,
+    without_dropout,
+)
 from nnscaler.tracing.sample_inputs import SampleInputs
 from verify.programs.reference.program_draws import Draw, ProgramDraws, UnmatchedDraws
 from verify.results.finding import Finding
-from verify.results.tolerance import Key, Tolerance, difference, exact_tolerance, family_scale, is_finite
+from verify.results.tolerance import FILL, Key, Tolerance, difference, exact_tolerance, family_scale, is_finite
 
 _told = partial(model_errors, "the model itself raises on the sample batch", UnmatchedDraws)
 
@@ -49,17 +57,16 @@ _AMOUNT = 0.3  # of the parameter's own scale
 
 
 def randomise_parameters(module: nn.Module, seed: int) -> None:
-    """Move every floating-point parameter and running statistic of `module`, in place; the same seed gives the same
-    values.
+    """Move every parameter and running statistic of `module`, in place; the same seed gives the same values.
 
     Tied parameters are moved once. Integer parameters stay.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():  # each object once, so tied ones once
-            if parameter.is_floating_point():
-                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-                value = parameter.double().cpu()
+            if parameter.is_floating_point() or parameter.is_complex():
+                value = exact_tensor(parameter).cpu()
+                noise = torch.randn(parameter.shape, generator=generator, dtype=value.dtype)
                 parameter.copy_(value + scale_of(value) * _AMOUNT * noise)
         for part in module.modules():
             if isinstance(part, _NormBase) and part.running_mean is not None and part.running_var is not None:
@@ -244,12 +251,20 @@ def backward_results(model: nn.Module, sample: SampleInputs, inputs: Mapping[str
         raise NnscalerError("no_gradient", "the loss does not depend on any parameter that is trained")
     with _told():
         run_backward(loss, torch.full_like(loss, scale))
+    settle_gradients(model)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad = gradient_value(parameter.grad if scale == 1.0 else parameter.grad / scale)
+    return found
+
+
+def settle_gradients(model: nn.Module) -> None:
+    """Give each gradient memory of its own, and all of its elements: an embedding's may be sparse, which torch cannot
+    clip."""
     separate_gradients(model.parameters())
     for parameter in model.parameters():
         if parameter.grad is not None:
-            dense = parameter.grad.to_dense()  # an embedding's may be sparse, which torch cannot clip
-            parameter.grad = gradient_value(dense if scale == 1.0 else dense / scale)
-    return found
+            parameter.grad = parameter.grad.to_dense()
 
 
 def gradient_value(gradient: Tensor | None) -> Tensor | None:
@@ -322,7 +337,7 @@ def moved_model(model: nn.Module) -> nn.Module:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in moved.parameters():
-            if parameter.is_floating_point():
+            if parameter.is_floating_point() or parameter.is_complex():
                 signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
                 parameter.mul_(1 + signs.double() * torch.finfo(torch.float64).eps)
     return moved
@@ -335,28 +350,25 @@ def noise_between(one: Trajectory, exact: Trajectory) -> dict[Key, float]:
     for step, (a, b) in enumerate(zip(one.losses, exact.losses, strict=True)):
         noise["loss", step, ""] = difference(a, b, scale).relative
     for step, (found, right) in enumerate(zip(one.gradients, exact.gradients, strict=True)):
-        _family(noise, "gradient", step, found, right)
+        _family(noise, ("gradient", step), found, right, family_scale(right.values()))
     for step, (returned, own) in enumerate(zip(one.results, exact.results, strict=True)):
-        for name, expected in own.items():
-            _family(noise, "result", step, {name: returned[name]}, {name: expected})
+        _family(noise, ("result", step), returned, own, 0.0)
     last = len(exact.losses) - 1
     if one.norm is not None and exact.norm is not None:
         noise["norm", last, ""] = difference(one.norm, exact.norm).relative
-    _family(noise, "parameter", last, one.parameters, exact.parameters)
-    floating = {n: b for n, b in exact.buffers.items() if b.is_floating_point()}
-    _family(noise, "buffer", last, one.buffers, floating)
+    for kind, found, right in (("parameter", one.parameters, exact.parameters), ("buffer", one.buffers, exact.buffers)):
+        _family(noise, (kind, last), found, right, family_scale(right.values(), FILL))
     return noise
 
 
 def _family(
     noise: dict[Key, float],
-    kind: str,
-    step: int,
+    when: tuple[str, int],
     found: Mapping[str, Tensor | None],
     right: Mapping[str, Tensor | None],
+    scale: float,
 ) -> None:
-    scale = family_scale(right.values())
     for name, expected in right.items():
         actual = found.get(name)
         if expected is not None and actual is not None:
-            noise[kind, step, name] = difference(actual, expected, scale).relative
+            noise[(*when, name)] = difference(actual, expected, scale).relative

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import inf
 
 from torch import Tensor
 
@@ -21,7 +22,15 @@ from verify.programs.training.join_shards import JoinedTensor, UnequalElements, 
 from verify.programs.training.rank_loop import StepRecord
 from verify.programs.training.training_run_pair import ComparedValue, Trained
 from verify.results.finding import Finding
-from verify.results.tolerance import Key, Tolerance, difference, exact_tolerance, family_scale, is_finite
+from verify.results.tolerance import (
+    FILL,
+    Key,
+    TensorDifference,
+    Tolerance,
+    difference,
+    exact_tolerance,
+    family_scale,
+)
 from verify.results.verdict import Verdict
 
 # name of the check -> its finding's code; in the order in which one thing leads to another
@@ -158,7 +167,7 @@ def _tensors(
     expected: Mapping[str, Tensor | None],
     found: Mapping[int, Mapping[str, Tensor | None]],
 ) -> Iterator[ComparedValue]:
-    scale = family_scale(t for t in expected.values() if t is not None and t.is_floating_point())
+    scale = family_scale(expected.values(), inf if kind == "gradient" else FILL)
     for name, right in expected.items():
         whole = put_together(name, trained.ranks, {rank: entries.get(name) for rank, entries in found.items()})
         if kind == "gradient":
@@ -190,13 +199,17 @@ def _relative(entry: ComparedValue) -> float:
     if entry.observed.value is None or entry.expected is None:
         same = entry.observed.value is None and entry.expected is None and not entry.observed.problem
         return 0.0 if same else float("inf")
+    return _worst(entry)[0].relative
+
+
+def _worst(entry: ComparedValue) -> tuple[TensorDifference, str]:
+    """Return the difference, and where copies differ the rank on which it is largest, in words."""
+    assert entry.expected is not None and entry.observed.value is not None
     if not entry.observed.unequal:
-        return difference(entry.observed.value, entry.expected, entry.scale).relative
-    scale = max(entry.scale * 1e-3, family_scale([entry.expected]))
-    worst = 0.0
-    for rank, piece in entry.observed.pieces.items():
-        worst = max(worst, difference(piece, entry.expected[entry.observed.regions[rank]], scale * 1e3).relative)
-    return worst
+        return difference(entry.observed.value, entry.expected, entry.scale), ""
+    apart = entry.observed.apart(entry.expected, entry.scale)
+    rank = max(apart, key=lambda r: apart[r].relative)
+    return apart[rank], f"on rank {rank}, "
 
 
 def _noise(trained: Trained, moved: EagerRun) -> dict[Key, float]:
@@ -232,28 +245,16 @@ def _finding(
         if entry.kind == "state" and entry.observed.problem:
             code = "optimizer_state_owner"
     else:
-        found = _worst(entry)
-        message = f"{subject} differs: {found}"
-        code = code if is_finite(value) else "not_finite"
+        found, where = _worst(entry)
+        message = f"{subject} differs: {where}{found}"
+        code = "not_finite" if found.not_finite else code
         allowed = tolerance.allowed(entry.key)
-        ranks = entry.observed.wrong_ranks(entry.expected, allowed, entry.scale * 1e-3)
+        apart = entry.observed.apart(entry.expected, entry.scale)
+        ranks = [rank for rank, gap in apart.items() if gap.relative > allowed]
         facts |= {"ranks": ", ".join(map(str, ranks)), "allowed": f"{allowed:.3g}"}
     if verdict is not Verdict.REFUTED:
         code = "near_threshold"
     return Finding(code, f"training: {message}", place(name), facts, cause)
-
-
-def _worst(entry: ComparedValue) -> str:
-    """Return the difference in words, of the rank where it is largest."""
-    assert entry.expected is not None and entry.observed.value is not None
-    if not entry.observed.unequal:
-        return str(difference(entry.observed.value, entry.expected, entry.scale))
-    told = {
-        rank: difference(piece, entry.expected[entry.observed.regions[rank]], entry.scale)
-        for rank, piece in entry.observed.pieces.items()
-    }
-    rank = max(told, key=lambda r: told[r].relative)
-    return f"on rank {rank}, {told[rank]}"
 
 
 def _subject(trained: Trained, entry: ComparedValue) -> str:

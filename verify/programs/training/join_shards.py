@@ -11,9 +11,8 @@ from torch import Tensor
 
 from nnscaler.runtime.shards import logical_coordinates
 from nnscaler.runtime.tensor_bits import distance_of_copies, same_bits
-from verify.programs.causes.wrong_tensor import exact
 from verify.programs.training.rank_loop import Layout, RankTraining
-from verify.results.tolerance import largest
+from verify.results.tolerance import FAMILY_SHARE, FILL, TensorDifference, difference, family_scale
 
 Region = tuple[Any, ...]  # where a piece lies in the logical tensor: slices where it is a block, else indices
 
@@ -47,15 +46,11 @@ class JoinedTensor:
     copies: int = 0
     problem: str = ""
 
-    def wrong_ranks(self, expected: Tensor, close: float, scale: float) -> list[int]:
-        """Return the ranks whose pieces are not those of the right tensor."""
-        least = max(scale, largest(expected))
-        return [
-            rank
-            for rank, piece in self.pieces.items()
-            if piece.shape != expected[self.regions[rank]].shape
-            or bool(((exact(piece) - exact(expected[self.regions[rank]])).abs() > close * least).any())
-        ]
+    def apart(self, expected: Tensor, scale: float) -> dict[int, TensorDifference]:
+        """Return how far each rank's piece is from that of the right tensor, relative to all of it: a shard may be
+        small. `scale`: that of the family of tensors."""
+        whole = max(scale, family_scale([expected], FILL) / FAMILY_SHARE)
+        return {rank: difference(piece, expected[self.regions[rank]], whole) for rank, piece in self.pieces.items()}
 
 
 def indices_of(layout: Layout) -> tuple[Tensor, ...]:
