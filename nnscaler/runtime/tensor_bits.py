@@ -15,6 +15,11 @@ def values_of(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
+def as_real(tensor: Tensor) -> Tensor:
+    """Return a complex tensor as pairs of real numbers, in one more dim; others as they are."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
 def bits_of(tensor: Tensor) -> Tensor:
     """Return the values of a strided tensor as bytes, as [bytes], on its device."""
     return values_of(tensor).reshape(-1).view(torch.uint8)
@@ -34,5 +39,5 @@ def distance_of_copies(a: Tensor, b: Tensor) -> tuple[int, float]:
     if not bool(unlike.any()):
         return 0, 0.0
     numbers = [values_of(t.to(common)).reshape(-1)[unlike] for t in (a, b)]
-    gap = torch.stack([torch.view_as_real(n) if common.is_complex else n for n in numbers]).double().diff(dim=0).abs()
+    gap = torch.stack([as_real(n) for n in numbers]).double().diff(dim=0).abs()
     return int(unlike.sum()), float(gap.nan_to_num(nan=torch.inf, posinf=torch.inf).max())

@@ -21,7 +21,7 @@ from verify.programs.reference.eager import (
     randomise_parameters,
     run_reference,
 )
-from verify.results.tolerance import difference, exact_tolerance, family_scale, largest
+from verify.results.tolerance import Tolerance, difference, family_scale, largest
 
 KEY = ("gradient", 0, "w")
 
@@ -68,11 +68,11 @@ def test_equal_is_zero() -> None:
     ("relative", "verdict"), [(1e-10, Verdict.TESTED_EXACT), (1e-8, Verdict.REFUTED), (inf, Verdict.REFUTED)]
 )
 def test_float64_has_a_fixed_bound(relative: float, verdict: Verdict) -> None:
-    assert exact_tolerance().judge(KEY, relative) is verdict
+    assert Tolerance().judge(KEY, relative) is verdict
 
 
 def test_ill_conditioned_models_are_undecided_and_not_refuted() -> None:
-    tolerance = exact_tolerance({KEY: 1e-8})
+    tolerance = Tolerance({KEY: 1e-8})
     assert tolerance.judge(KEY, 1e-7) is Verdict.INCONCLUSIVE
     assert tolerance.judge(KEY, 1e-5) is Verdict.REFUTED
     assert tolerance.judge(("gradient", 0, "other"), 1e-7) is Verdict.REFUTED

@@ -18,7 +18,7 @@ from verify.external.comparison.comparison_records import ComparisonResult, Prog
 from verify.external.comparison.findings import findings
 from verify.external.comparison.localise import FirstDifference, first_differences, traced_model, traced_rank
 from verify.external.comparison.micro_batch_reference import micro_means
-from verify.external.comparison.reference_rounding_noise import Noise, measure
+from verify.external.comparison.reference_rounding_noise import measure
 from verify.external.comparison.repair import Repair, repair_of
 from verify.external.comparison.replicas_under_dropout import NAME as COPIES
 from verify.external.comparison.replicas_under_dropout import draws, draws_beside_dropout, unequal, unequal_losses
@@ -30,7 +30,7 @@ from verify.external.unequal_label_counts import NAME as LABELS
 from verify.external.unequal_label_counts import unequal_labels
 from verify.results.finding import Finding
 from verify.results.report import Check
-from verify.results.tolerance import FLOAT64_BOUND, difference
+from verify.results.tolerance import FLOAT64_BOUND, Tolerance, difference
 from verify.results.verdict import Verdict
 
 T = TypeVar("T")
@@ -115,7 +115,7 @@ class ExternalCase:
         return run_ranks_isolated if self.how.isolate and self.how.executor == "simulator" else run_ranks
 
     def compare(
-        self, records: tuple[RankRecord, ...], tolerance: Noise
+        self, records: tuple[RankRecord, ...], tolerance: Tolerance
     ) -> tuple[ProgramRun, tuple[ComparisonResult, ...]]:
         """Compare the records with the oracle."""
         piece, parts = piece_of_step(self.program, self.model, self.truth), data_parts(self.program)
@@ -155,12 +155,12 @@ class ExternalCase:
         self, records: tuple[RankRecord, ...], narrow: torch.dtype
     ) -> tuple[ProgramRun, tuple[ComparisonResult, ...]]:
         exact = self.reference.dtype == torch.float64
-        run, compared = self.compare(records, Noise() if exact else self._noise(narrow))
+        run, compared = self.compare(records, Tolerance() if exact else self._noise(narrow))
         if exact and any(result.differences for result in compared):
             run, compared = self.compare(records, self._noise(narrow))  # an ill-conditioned model
         return run, compared
 
-    def _noise(self, narrow: torch.dtype) -> Noise:
+    def _noise(self, narrow: torch.dtype) -> Tolerance:
         return measure(self.program, self.model, self.truth, narrow)
 
     def explained(
@@ -292,7 +292,7 @@ class ExternalCase:
             return None
         return next(iter(first_differences(self.program, self.reference, right, ranks.results)), None)
 
-    def _mends(self, repair: Repair, tolerance: Noise) -> bool:
+    def _mends(self, repair: Repair, tolerance: Tolerance) -> bool:
         """Return whether the program with the repair passes every comparison."""
         case = replace(self, program=repair.applied(self.program, self.truth.lookup()))
         try:

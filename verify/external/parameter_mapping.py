@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from nnscaler.runtime.tensor_bits import bits_of
+from nnscaler.runtime.tensor_bits import as_real, bits_of
 from verify.results.tolerance import FILL, family_scale
 
 Kind = Literal["parameter", "buffer"]
@@ -222,11 +222,6 @@ class Lookup:
 def clean_name(name: str) -> str:
     """Drop the parts that wrappers add: `module.`, `_orig_mod.`, ..."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
-def as_real(tensor: Tensor) -> Tensor:
-    """Return a complex tensor as pairs of real numbers, in one more dim; others as they are."""
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def local_value(tensor: Any) -> Tensor:

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from nnscaler.errors import NnscalerError
+from nnscaler.runtime.tensor_bits import as_real
 from nnscaler.tracing.export.module_copies import copied_with_hooks
 from nnscaler.tracing.export.user_source_locations import model_errors
 from nnscaler.tracing.float64_run import convert_floats, exact, run_backward, without_dropout
-from verify.external.parameter_mapping import Lookup, StateMap, as_real, state_of
+from verify.external.parameter_mapping import Lookup, StateMap, state_of
 from verify.external.program import Batch, ExternalProgram
 from verify.external.torchrun.cuda_on_cpu import OnCpu
 from verify.programs.reference.eager import (

@@ -29,7 +29,7 @@ from verify.programs.reference.eager import Trajectory, logical_state, names_of,
 from verify.programs.request import PlanRequest
 from verify.programs.source_map import SourceMap
 from verify.results.report import Check
-from verify.results.tolerance import exact_tolerance, is_finite
+from verify.results.tolerance import Tolerance, is_finite
 from verify.results.verdict import Verdict
 
 # A copy of the batch in which every piece, of a rank and a micro-batch, has another number of labels that count.
@@ -252,7 +252,7 @@ def make_comparison(
         buffers,
         names,
         {**made, **used},
-        exact_tolerance(),
+        Tolerance(),
         request.steps if loss else 0,
         loss,
         places.of_tensor(loss),

@@ -18,6 +18,7 @@ from math import inf, isfinite
 import torch
 from torch import Tensor
 
+from nnscaler.runtime.tensor_bits import as_real
 from verify.results.verdict import Verdict
 
 # Measure the difference of two tensors, in one number.
@@ -76,9 +77,7 @@ def family_scale(tensors: Iterable[Tensor | None], fill: float = inf) -> float:
 
 def largest(tensor: Tensor) -> float:
     """Return the largest absolute value, 0 for an empty tensor."""
-    values = tensor.detach()
-    values = values.byte() if values.dtype == torch.bool else values
-    return float(values.abs().max()) if tensor.numel() else 0.0
+    return float(_sizes(tensor).max()) if tensor.numel() else 0.0
 
 
 def largest_finite(tensor: Tensor) -> float:
@@ -88,8 +87,13 @@ def largest_finite(tensor: Tensor) -> float:
 
 def largest_up_to(tensor: Tensor, fill: float = FILL) -> float:
     """Return the largest finite absolute value that is not beyond `fill`, 0 where there is none."""
-    kept = torch.isfinite(tensor) if fill == inf else tensor.abs() <= fill
-    return largest(tensor[kept])
+    sizes = _sizes(tensor)
+    return largest(sizes[torch.isfinite(sizes) & (sizes <= fill)])
+
+
+def _sizes(tensor: Tensor) -> Tensor:
+    values = tensor.detach()
+    return (values.byte() if values.dtype == torch.bool else values).abs()
 
 
 def largest_beside_fill(expected: Tensor, same: Tensor, fill: float = FILL) -> float:
@@ -110,10 +114,10 @@ def difference(actual: Tensor, expected: Tensor, scale: float = 0.0) -> TensorDi
     if actual.numel() == 0:
         return TensorDifference(0.0)
     if actual.dtype == expected.dtype and torch.equal(actual, expected):
-        first = _numbers(expected.flatten()[:1]).flatten()[0].item()
+        first = real_numbers(expected.flatten()[:1]).flatten()[0].item()
         return TensorDifference(0.0, 0.0, (0,) * actual.dim(), first, first, 0, actual.numel())
     dtype = torch.complex128 if actual.is_complex() or expected.is_complex() else torch.float64
-    a, e = _numbers(actual.to(dtype)), _numbers(expected.to(dtype))
+    a, e = real_numbers(actual.to(dtype)), real_numbers(expected.to(dtype))
     if not is_finite(a) and is_finite(e):
         place = int(a.isfinite().flatten().byte().argmin())
         found, right = float(a.flatten()[place]), float(e.flatten()[place])
@@ -150,43 +154,44 @@ def _not_finite(tensor: Tensor) -> str:
     return f"{count} of {tensor.numel()} values are NaN or infinite"
 
 
-def _numbers(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach().cpu()
-    return torch.view_as_real(tensor.resolve_conj()).double() if tensor.is_complex() else tensor.double()
+def real_numbers(tensor: Tensor) -> Tensor:
+    """Return the numbers of a tensor in float64, on the CPU; those of a complex one have one dim more."""
+    return as_real(tensor.detach().cpu()).double()
 
 
 FLOAT64_BOUND = 1e-9
-CONDITION_FACTOR = 64.0
+AGREES = 8.0  # times the noise of a tensor: the largest of a few draws is rarely exceeded by so much
+UNDECIDED = 64.0
+LARGEST = 0.25  # that agrees: what ranks that do not work together differ by is larger, whatever the noise
 Key = tuple[str, int, str]  # (kind, step, name), such as ("gradient", 0, "head.weight")
 
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """`noise`: of each tensor, how far the reference moves; only measured when something exceeds the bound."""
+    """The differences that agree.
+
+    noise  relative difference that rounding makes, by tensor; in float64 measured where something exceeds the bound
+    unit   of rounding of the dtype
+    exact  in float64: within `bound` everything agrees, and nothing else does
+    """
 
     noise: Mapping[Key, float] = field(default_factory=dict)
-    bound: float = FLOAT64_BOUND
+    unit: float = torch.finfo(torch.float64).eps
+    exact: bool = True
+
+    @property
+    def bound(self) -> float:
+        """Return the difference that agrees without a measurement."""
+        return FLOAT64_BOUND if self.exact else AGREES * self.unit
 
     @property
     def level(self) -> Verdict:
-        """Return the verdict that agreement within the bound justifies."""
-        return Verdict.TESTED_EXACT
-
-    def allowed(self, key: Key) -> float:
-        """Return the largest relative difference that agrees; the same for every tensor."""
-        return self.bound
+        """Return the verdict on what agrees."""
+        return Verdict.TESTED_EXACT if self.exact else Verdict.TESTED_CALIBRATED
 
     def judge(self, key: Key, relative: float) -> Verdict:
         """Judge a difference: agrees, undecided or refuted."""
-        if relative <= self.bound:
+        noise = self.noise.get(key, 0.0)
+        if relative <= self.bound or (not self.exact and relative <= min(AGREES * noise, LARGEST)):
             return self.level
-        explained = CONDITION_FACTOR * self.noise.get(key, 0.0)
-        return Verdict.INCONCLUSIVE if relative <= explained else Verdict.REFUTED
-
-    def __str__(self) -> str:
-        return f"equal within {self.bound:g} of the largest value, a bound on float64 rounding"
-
-
-def exact_tolerance(noise: Mapping[Key, float] | None = None) -> Tolerance:
-    """Return the tolerance for float64."""
-    return Tolerance(noise or {})
+        return Verdict.INCONCLUSIVE if relative <= UNDECIDED * noise else Verdict.REFUTED

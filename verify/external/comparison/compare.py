@@ -9,13 +9,13 @@ from math import inf, isnan
 import torch
 from torch import Tensor
 
-from nnscaler.runtime.tensor_bits import same_bits
+from nnscaler.runtime.tensor_bits import as_real, same_bits
 from verify.external.comparison.comparison_records import ComparisonResult, Difference, ProgramRun
 from verify.external.comparison.losses_and_norms import compare_losses, compare_norms
 from verify.external.comparison.micro_batch_reference import MEAN_OF_MEANS, cause_by_micro_batches
 from verify.external.comparison.shared_elements import WrongGradient
 from verify.external.observe_rank_run import ObservedStep, RankRecord
-from verify.external.parameter_mapping import RankPiece, as_real, taken
+from verify.external.parameter_mapping import RankPiece, taken
 from verify.external.reference import PlainReference, data_part
 from verify.programs.causes.find_cause_of_wrong_tensor import cause_of
 from verify.programs.causes.wrong_tensor import VAGUE, Cause

@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from nnscaler.errors import few
+from nnscaler.runtime.tensor_bits import as_real
 from nnscaler.tracing.export.module_copies import copied_with_hooks
 from nnscaler.tracing.float64_run import convert_floats
 from verify.external.differential_run import ExternalCase
-from verify.external.parameter_mapping import StateMap, as_real, state_of
+from verify.external.parameter_mapping import StateMap, state_of
 from verify.external.ranks.run import RanksFailed
 from verify.external.saving.checkpoint_forms import forms_of, without_progress_bars
 from verify.external.saving.save_then_load import (

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nnscaler.runtime.tensor_bits import as_real
 from verify.external.observe_rank_run import (
     modules_of,
     optimizer_of,
@@ -23,7 +24,7 @@ from verify.external.observe_rank_run import (
     run_step,
     tensors_of_program,
 )
-from verify.external.parameter_mapping import Addresses, Lookup, RankPiece, StateMap, as_real, local_value, match, taken
+from verify.external.parameter_mapping import Addresses, Lookup, RankPiece, StateMap, local_value, match, taken
 from verify.external.program import ExternalProgram
 from verify.external.reference import PlainReference
 from verify.results.tolerance import FILL, difference, family_scale

@@ -15,7 +15,7 @@ from nnscaler.runtime.tensor_bits import distance_of_copies, same_bits
 from verify.external.comparison.compare import compare
 from verify.external.comparison.comparison_records import ComparisonResult, Difference, PartGradients, ProgramRun
 from verify.external.comparison.findings import findings
-from verify.external.comparison.reference_rounding_noise import AGREES, DRAWS, Noise, distances
+from verify.external.comparison.reference_rounding_noise import DRAWS, distances
 from verify.external.comparison.replicas_under_dropout import NAME as COPIES
 from verify.external.observe_rank_run import RankRecord
 from verify.external.parameter_mapping import RankPiece
@@ -37,7 +37,7 @@ from verify.external.torchrun.run_ranks_and_reference import ScriptRunner
 from verify.programs.low_precision.noise import moved
 from verify.results.finding import Finding
 from verify.results.report import Check
-from verify.results.tolerance import FLOAT64_BOUND, Key, difference
+from verify.results.tolerance import AGREES, FLOAT64_BOUND, Key, Tolerance, difference
 from verify.results.verdict import Verdict
 
 _ROUNDING = 1e-3  # a relative difference in float64 that an ill-conditioned model may make
@@ -170,7 +170,7 @@ def attempt_of(
     strange = unmatched(ranks)
     if strange:
         raise NotMatched(f"{few(strange, 4)} on the ranks cannot be found in the parameters on one rank")
-    tolerance = Noise() if double else Noise({}, torch.finfo(reference.dtype).eps, exact=False)
+    tolerance = Tolerance() if double else Tolerance({}, torch.finfo(reference.dtype).eps, exact=False)
     reference = replace(reference, steps=_with_part_losses(reference, ranks, layout))
     own = own_gradients(made) if len(made) == layout.count else _no_gradients(reference)
     run = ProgramRun(program_of(name, layout), reference, ranks, tolerance, own)
@@ -204,7 +204,7 @@ def _with_part_losses(
     return tuple(steps)
 
 
-def _noise(runner: ScriptRunner, material: Material, double: bool, way: Way, truth: PlainReference) -> Noise:
+def _noise(runner: ScriptRunner, material: Material, double: bool, way: Way, truth: PlainReference) -> Tolerance:
     """Run the same reference from parameters that are moved by a unit in the last place, with its sums taken in another
     order: a norm by which a script clips is such a sum, and so is what a cast to bfloat16 rounds."""
     generator = torch.Generator().manual_seed(0)
@@ -220,7 +220,7 @@ def _noise(runner: ScriptRunner, material: Material, double: bool, way: Way, tru
                 for key, value in distances(reference_of(made, len(truth.steps)), truth):
                     noise[key] = max(noise.get(key, 0.0), value)
                 break
-    return Noise(noise, torch.finfo(truth.dtype).eps, double)
+    return Tolerance(noise, torch.finfo(truth.dtype).eps, double)
 
 
 def explained(runner: ScriptRunner, chosen: Attempt, made: Sequence[Attempt], double: bool) -> Attempt:

@@ -93,8 +93,6 @@ def _exact(cls: FunctionClass, call: ConcreteCall, point: Point, wrong: Sequence
         return ""
     if found is None:
         return f"the gradient of `{names[index]}` has values up to {largest(right):.6g}; the backward returns None"
-    if found.is_complex():
-        found, right = torch.view_as_real(found), torch.view_as_real(right)
     gap = difference(found, right)
     where = f"{gap.mismatched} of {gap.elements} elements of the gradient of `{names[index]}` differ"
     return f"{where}; the worst is {gap}" if not gap.problem else f"the gradient of `{names[index]}`: {gap}"

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from nnscaler.runtime.tensor_bits import same_bits
 from verify.programs.causes.find_cause_of_wrong_tensor import cause_of
-from verify.programs.causes.wrong_tensor import STAGES, WrongTensor, exact, on_ranks
+from verify.programs.causes.wrong_tensor import STAGES, WrongTensor, on_ranks
 from verify.programs.checks.gradient_norm import cause_of_update
 from verify.programs.checks.input_and_outcome import CheckOutcome, Comparison, Tally
 from verify.programs.checks.logical_tensors import Holding, StageTensor, by_rank, put_together
 from verify.programs.reference.eager import gradient_value
 from verify.results.finding import Finding
-from verify.results.tolerance import FILL, TensorDifference, difference, family_scale
+from verify.results.tolerance import FILL, TensorDifference, difference, family_scale, real_numbers
 from verify.results.verdict import Verdict
 
 
@@ -129,12 +129,12 @@ def _cause(
         of_ranks = replace(
             of_ranks,
             reduce=holding.reduce,
-            before=None if before is None else exact(before),
-            others={n: exact(t) for n, t in reference.tensors.items() if t is not None and n != holding.name},
+            before=None if before is None else real_numbers(before),
+            others={n: real_numbers(t) for n, t in reference.tensors.items() if t is not None and n != holding.name},
         )
-    values = {(other.holding.stage, 0): exact(other.value) for other in tied if other.value is not None}
+    values = {(other.holding.stage, 0): real_numbers(other.value) for other in tied if other.value is not None}
     stages = {place: {STAGES: place[0]} for place in values}
-    of_stages = WrongTensor("gradient", values, exact(expected), stages, judged=((holding.stage, 0),))
+    of_stages = WrongTensor("gradient", values, real_numbers(expected), stages, judged=((holding.stage, 0),))
     return cause_of(of_ranks, of_stages if len(values) > 1 else None).text or None
 
 
@@ -159,7 +159,7 @@ def _differs(
             "mismatched": f"{found.mismatched} of {found.elements}",
             "greatest absolute difference": f"{found.absolute:.6g} at {found.index}",
             "relative difference": f"{found.relative:.3g}",
-            "allowed": f"{comparison.tolerance.allowed((kind, step, name)):.3g}",
+            "allowed": f"{comparison.tolerance.bound:.3g}",
         },
         cause,
     )
@@ -204,7 +204,7 @@ def check_coverage(comparison: Comparison, initial_buffers: dict[str, torch.Tens
         tally.add(*_held(comparison, name, name in held, "parameter"))
     for name in sorted({comparison.names[n][0] for n in reference.buffers if n in initial_buffers}):
         after, before = reference.buffers[name], initial_buffers[name]
-        changed = after.shape != before.shape or not same_bits(exact(after), exact(before))
+        changed = after.shape != before.shape or not same_bits(real_numbers(after), real_numbers(before))
         if name in held or changed:
             tally.add(*_held(comparison, name, name in held, "buffer"))
     for holding in (*comparison.parameters.values(), *comparison.buffers.values()):

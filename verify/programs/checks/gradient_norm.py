@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from nnscaler.runtime.training.gradients.clipping import EPSILON
-from verify.programs.causes.wrong_tensor import CLOSE, exact
+from verify.programs.causes.wrong_tensor import CLOSE
 from verify.programs.checks.input_and_outcome import CheckOutcome, Comparison, Tally
 from verify.results.finding import Finding
-from verify.results.tolerance import difference, largest
+from verify.results.tolerance import difference, largest, real_numbers
 from verify.results.verdict import Verdict
 
 NAME = "gradient norm, clipped"
@@ -67,8 +67,8 @@ def cause_of_update(comparison: Comparison, name: str, value: Tensor) -> str | N
     limit, norm = reference.settings.max_norm, reference.norm
     if gradient is None or limit is None or norm is None or not largest(gradient) > 0:
         return None
-    off = (exact(expected) - exact(value)) / reference.learning_rate
-    wide = exact(gradient)
+    off = (real_numbers(expected) - real_numbers(value)) / reference.learning_rate
+    wide = real_numbers(gradient)
     scale = float((off * wide).sum() / (wide * wide).sum())
     if difference(off, scale * wide).relative > CLOSE:
         return None

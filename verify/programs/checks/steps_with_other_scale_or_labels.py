@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from verify.programs.causes.wrong_tensor import exact
 from verify.programs.checks import compare_gradients_and_state, losses
 from verify.programs.checks.input_and_outcome import CheckOutcome, Comparison, merge_outcomes
 from verify.programs.execution.record_rank_steps import Entry
@@ -16,6 +15,7 @@ from verify.programs.reference.eager import Trajectory
 from verify.programs.rerun_with_other_scale_or_labels import SingleStep
 from verify.results.finding import Finding
 from verify.results.report import Check
+from verify.results.tolerance import real_numbers
 from verify.results.verdict import Verdict
 
 TINY = 1e-290  # below, float64 has fewer digits, and scaling rounds
@@ -64,7 +64,7 @@ def _same_bits(comparison: Comparison, trial: SingleStep) -> CheckOutcome:
 
 
 def _finding(comparison: Comparison, trial: SingleStep, name: str, rank: int, plain: Tensor, scaled: Tensor) -> Finding:
-    plain, scaled = exact(plain), exact(scaled)
+    plain, scaled = real_numbers(plain), real_numbers(scaled)
     gap = (plain - scaled).abs()
     place = int(gap.argmax())
     return Finding(

@@ -32,7 +32,7 @@ from nnscaler.tracing.float64_run import (
 from nnscaler.tracing.sample_inputs import SampleInputs
 from verify.programs.reference.program_draws import Draw, ProgramDraws, UnmatchedDraws
 from verify.results.finding import Finding
-from verify.results.tolerance import FILL, Key, Tolerance, difference, exact_tolerance, family_scale, is_finite
+from verify.results.tolerance import FILL, Key, Tolerance, difference, family_scale, is_finite
 
 _told = partial(model_errors, "the model itself raises on the sample batch", UnmatchedDraws)
 
@@ -327,7 +327,7 @@ def measure_condition(model: nn.Module, sample: SampleInputs, reference: Traject
     moved = moved_model(model)
     rate, settings = reference.learning_rate, reference.settings
     run = run_reference(moved, sample, steps=steps, learning_rate=rate, settings=settings)
-    return exact_tolerance(noise_between(run, reference))
+    return Tolerance(noise_between(run, reference))
 
 
 def moved_model(model: nn.Module) -> nn.Module:

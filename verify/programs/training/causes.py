@@ -18,6 +18,7 @@ from verify.programs.causes.wrong_tensor import STAGES, Place, WrongTensor
 from verify.programs.checks.gradient_norm import cause_of_norm, own_norms
 from verify.programs.training import causes_in_parameter_versions, mistake_effects_on_losses, mistake_effects_on_updates
 from verify.programs.training.training_run_pair import Alternatives, Candidate, ComparedValue, Trained
+from verify.results.tolerance import real_numbers
 
 CLOSE = 1e-8  # an alternative that is this near is the one
 _SEVERAL = ("gradient", "state", "parameter")  # of which many differ at once
@@ -59,14 +60,14 @@ def _sentences(trained: Trained, found: ComparedValue) -> Iterator[str]:
 
 def _piece(wrong: WrongTensor, candidate: Candidate, place: Place) -> Tensor | None:
     logical = candidate if isinstance(candidate, Tensor) else candidate.get(place[0])
-    return None if logical is None else wrong.cut(logical.double(), place)
+    return None if logical is None else wrong.cut(real_numbers(logical), place)
 
 
 def _wrong_tensor(trained: Trained, found: ComparedValue) -> WrongTensor:
     """Return the tensor with the gradients of its step and of the one before; ranks that share it lie on an axis."""
     assert found.expected is not None
     layouts = {rank.rank: rank.layout(found.parameter) or rank.layouts[0] for rank in trained.ranks}
-    pieces = {(rank, 0): piece.double() for rank, piece in found.observed.pieces.items()}
+    pieces = {(rank, 0): real_numbers(piece) for rank, piece in found.observed.pieces.items()}
     seen: Counter[tuple[tuple[str, int], ...]] = Counter()
     at: dict[Place, dict[str, int]] = {}
     for place in pieces:
@@ -80,12 +81,12 @@ def _wrong_tensor(trained: Trained, found: ComparedValue) -> WrongTensor:
     return WrongTensor(
         found.kind,
         pieces,
-        found.expected.double(),
+        real_numbers(found.expected),
         at,
         lambda tensor, place: tensor[found.observed.regions[place[0]]],
         sizes=layouts[next(iter(layouts))].sizes if summed else {},
-        before=None if before is None else before.double(),
-        others={n: g.double() for n, g in others.items() if g is not None and n != found.name},
+        before=None if before is None else real_numbers(before),
+        others={n: real_numbers(g) for n, g in others.items() if g is not None and n != found.name},
         scale=found.scale,
         close=CLOSE,
     )

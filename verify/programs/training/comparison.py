@@ -28,7 +28,6 @@ from verify.results.tolerance import (
     TensorDifference,
     Tolerance,
     difference,
-    exact_tolerance,
     family_scale,
 )
 from verify.results.verdict import Verdict
@@ -64,10 +63,10 @@ def compare(
     """Return the outcomes. `again`: the eager run from parameters moved by one unit of rounding, for where something
     differs; `place`: where the model uses a parameter."""
     every = list(everything(trained))
-    tolerance = exact_tolerance()
+    tolerance = Tolerance()
     off = [_relative(entry) for entry in every]
     if any(not tolerance.judge(e.key, relative).passes for e, relative in zip(every, off, strict=True)):
-        tolerance = exact_tolerance(_noise(trained, again()))
+        tolerance = Tolerance(_noise(trained, again()))
     verdicts = [tolerance.judge(e.key, relative) for e, relative in zip(every, off, strict=True)]
     wrong = {e.key: (e, v) for e, v in zip(every, verdicts, strict=True) if not v.passes}
     told = _first([entry for entry, _ in wrong.values()])
@@ -248,7 +247,7 @@ def _finding(
         found, where = _worst(entry)
         message = f"{subject} differs: {where}{found}"
         code = "not_finite" if found.not_finite else code
-        allowed = tolerance.allowed(entry.key)
+        allowed = tolerance.bound
         apart = entry.observed.apart(entry.expected, entry.scale)
         ranks = [rank for rank, gap in apart.items() if gap.relative > allowed]
         facts |= {"ranks": ", ".join(map(str, ranks)), "allowed": f"{allowed:.3g}"}
