@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -361,13 +360,13 @@ def compare_replicas(records: Sequence[RankRecord]) -> ComparisonResult:
     count = 0
     for steps in zip(*(record.steps for record in records), strict=True):
         number = next(i for i, step in enumerate(records[0].steps) if step is steps[0])
-        first: dict[tuple[str, str], tuple[RankPiece, Tensor]] = {}
+        first: dict[tuple[str, bytes | None], tuple[RankPiece, Tensor]] = {}
         for record, step in zip(records, steps, strict=True):
             for piece in record.pieces:
                 value = step.state.get(piece.local)
                 if value is None or piece.addresses is None or not value.numel() or piece.kind == "buffer":
                     continue
-                key = (piece.name, first_and_last(piece))
+                key = (piece.name, piece.key)
                 other = first.setdefault(key, (piece, value))
                 if other[1] is value or other[1].shape != value.shape:
                     continue
@@ -378,15 +377,3 @@ def compare_replicas(records: Sequence[RankRecord]) -> ComparisonResult:
         if found:
             break
     return ComparisonResult("replicas bitwise equal", count, tuple(found))
-
-
-def first_and_last(piece: RankPiece) -> str:
-    """Return what tells the elements of one piece from those of others, in a few characters."""
-    addresses = piece.addresses
-    if isinstance(addresses, range):
-        return f"{addresses.start}:{addresses.stop}"
-    assert addresses is not None
-    if not len(addresses):
-        return ""
-    runs = [len(list(group)) for _, group in groupby(torch.diff(addresses).tolist())]
-    return f"{addresses[0]}:{addresses[-1]}:{runs[:8]}"

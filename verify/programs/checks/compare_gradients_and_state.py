@@ -1,4 +1,4 @@
-"""Logical gradients, parameters and buffers against the model's; every parameter is held somewhere."""
+"""Logical gradients, results, parameters and buffers against the model's; every parameter is held somewhere."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from verify.results.verdict import Verdict
 class Reference:
     """The model's tensors of one kind at one step.
 
-    kind     "gradient", "parameter" or "buffer"
+    kind     "gradient", "result", "parameter" or "buffer"
     step     from 0
     tensors  name -> the model's; None: it has no gradient
     scale    the largest absolute value in all of them, against which small ones are measured
@@ -80,6 +80,37 @@ def check_buffers(comparison: Comparison) -> CheckOutcome:
     return tally.outcome()
 
 
+def check_results(comparison: Comparison) -> CheckOutcome:
+    """Compare each result at every step, put together from the ranks' parts, and gathered by the runtime."""
+    tally = Tally("other results", comparison.tolerance.level, comparison.tolerance)
+    for step, expected in enumerate(comparison.reference.results):
+        entries = by_rank(comparison.results, "result", step) if expected else {}
+        for name, right in expected.items():
+            holding = comparison.outputs.get(name)
+            if holding is None:
+                message = f"no rank of the program returns `{name}`"
+                tally.add(Verdict.REFUTED, Finding("result_differs", message, comparison.place(name)))
+                continue
+            compare(tally, comparison, Reference("result", step, {name: right}, 0.0), put_together(holding, entries))
+    if not tally.refuted:
+        _compare_gathered(tally, comparison)
+    return tally.outcome()
+
+
+def _compare_gathered(tally: Tally, comparison: Comparison) -> None:
+    """Compare what every rank has of the first step's results once they are gathered."""
+    for rank in comparison.results:
+        for name, found in rank.gathered.items():
+            gap = difference(found, comparison.reference.results[0][name])
+            verdict = comparison.tolerance.judge(("result", 0, name), gap.relative)
+            finding = None
+            if not verdict.passes and not tally.findings:
+                message = f"the result `{name}` differs once it is gathered, on rank {rank.rank}: {gap}"
+                facts = {"tensor": name, "step": "0", "rank": str(rank.rank)}
+                finding = Finding("result_differs", message, comparison.place(name), facts)
+            tally.add(verdict, finding, gap.relative)
+
+
 def compare(
     tally: Tally,
     comparison: Comparison,
@@ -93,19 +124,12 @@ def compare(
     if name not in reference.tensors:
         return  # the coverage check reports it
     expected = reference.tensors[name]
-    if logical.problem:
-        message = f"{_noun(kind, name)} cannot be put together from its shards: {logical.problem}"
-        tally.add(Verdict.REFUTED, _finding(comparison, _missing(kind), message, logical.holding, step))
+    told = absence(kind, step, logical, expected is not None)
+    if told is not None:
+        tally.add(Verdict.REFUTED, _finding(comparison, *told, logical.holding, step))
         return
     if expected is None or logical.value is None:
-        if expected is None and logical.value is None:
-            tally.add(comparison.tolerance.level)
-            return
-        code = f"{kind}_extra" if expected is None else _missing(kind)
-        verb = "has a" if expected is None else "has no"
-        other = "none" if expected is None else "one"
-        message = f"the program {verb} {kind} of `{name}` at step {step}, and the model has {other}"
-        tally.add(Verdict.REFUTED, _finding(comparison, code, message, logical.holding, step))
+        tally.add(comparison.tolerance.level)
         return
     found = difference(logical.value, expected, reference.scale)
     key = (kind, step, name)
@@ -117,6 +141,19 @@ def compare(
             cause = cause_of_update(comparison, name, logical.value)
         finding = _differs(comparison, reference, logical, found, verdict, cause)
     tally.add(verdict, finding, found.relative, key)
+
+
+def absence(kind: str, step: int, logical: StageTensor, expected: bool) -> tuple[str, str] | None:
+    """Return code and message where one side has no such tensor, or where its shards make up none."""
+    name = logical.holding.name
+    missing = "gradient_missing" if kind == "gradient" else f"{kind}_differs"
+    if logical.problem:
+        return missing, f"{noun_of(kind, name)} cannot be put together from its shards: {logical.problem}"
+    if expected and logical.value is None:
+        return missing, f"the program has no {kind} of `{name}` at step {step}, and the model has one"
+    if not expected and logical.value is not None:
+        return f"{kind}_extra", f"the program has a {kind} of `{name}` at step {step}, and the model has none"
+    return None
 
 
 def _cause(
@@ -152,7 +189,7 @@ def _differs(
     return _finding(
         comparison,
         code if verdict is Verdict.REFUTED else "near_threshold",
-        f"{_noun(kind, name)} differs {when}: {found}",
+        f"{noun_of(kind, name)} differs {when}: {found}",
         logical.holding,
         step,
         {
@@ -178,12 +215,9 @@ def _finding(
     return Finding(code, message, comparison.place(holding.name), {**held, **(facts or {})}, cause)
 
 
-def _noun(kind: str, name: str) -> str:
+def noun_of(kind: str, name: str) -> str:
+    """Return how a tensor of a kind is called."""
     return f"the gradient of `{name}`" if kind == "gradient" else f"the {kind} `{name}`"
-
-
-def _missing(kind: str) -> str:
-    return "gradient_missing" if kind == "gradient" else f"{kind}_differs"
 
 
 def _steps(comparison: Comparison) -> str:

@@ -10,7 +10,7 @@ from types import ModuleType
 from torch import Tensor
 
 from nnscaler.layout import IN_STEP, Replicated, States
-from nnscaler.runtime.shards import UnequalCopies, assemble, ravel, unravel
+from nnscaler.runtime.shards import assemble, ravel, unravel
 from nnscaler.runtime.stage_base_class import Buffer, Parameter, Stage
 from nnscaler.runtime.tensor_bits import same_bits
 from verify.programs.execution.record_rank_steps import Entry, RankResult
@@ -32,11 +32,21 @@ class Holding:
 
 
 @dataclass(frozen=True)
+class UnequalElements:
+    """Two ranks with different bits of the same elements."""
+
+    first: int
+    other: int
+    elements: int
+    largest: float
+
+
+@dataclass(frozen=True)
 class StageTensor:
     """A logical tensor as one stage holds it.
 
     value    assembled from the pieces, `[*global shape]`; None if no rank has it
-    unequal  (rank, rank, difference) for copies that differ
+    unequal  copies that differ
     copies   number of copies that were compared bitwise
     problem  why the pieces could not be assembled; else empty
     pieces   rank -> local tensor
@@ -44,7 +54,7 @@ class StageTensor:
 
     holding: Holding
     value: Tensor | None
-    unequal: tuple[tuple[int, int, UnequalCopies], ...] = ()
+    unequal: tuple[UnequalElements, ...] = ()
     copies: int = 0  # how many were compared bitwise
     problem: str = ""
     pieces: Mapping[int, Tensor] | None = None  # by rank
@@ -119,10 +129,11 @@ def put_together(holding: Holding, entries: Mapping[int, Sequence[Entry]]) -> St
     except ValueError as error:
         return StageTensor(holding, None, problem=str(error), pieces=pieces)
     unequal = tuple(
-        (
+        UnequalElements(
             holding.ranks[ravel(dict(found.coordinates), holding.axes)],
             holding.ranks[ravel(dict(found.other), holding.axes)],
-            found,
+            found.elements,
+            found.largest,
         )
         for found in assembled.differences
     )

@@ -15,10 +15,12 @@ from torch import Tensor
 from op_registry.spec import SourceLocation
 
 from verify.programs.checks.input_and_outcome import CheckOutcome, Tally
+from verify.programs.checks.logical_tensors import UnequalElements
+from verify.programs.checks.replicas import copies_differ
 from verify.programs.reference.eager import gradient_value
 from verify.programs.training import causes
 from verify.programs.training.eager import EagerRun
-from verify.programs.training.join_shards import JoinedTensor, UnequalElements, put_together, unequal
+from verify.programs.training.join_shards import JoinedTensor, put_together, unequal
 from verify.programs.training.rank_loop import StepRecord
 from verify.programs.training.training_run_pair import ComparedValue, Trained
 from verify.results.finding import Finding
@@ -301,16 +303,9 @@ def _unlike(
     trained: Trained, entry: ComparedValue, found: UnequalElements, place: Callable[[str], SourceLocation | None]
 ) -> Finding:
     name = entry.parameter
-    message = f"training: ranks {found.first} and {found.other} hold different copies of {_subject(trained, entry)}"
-    facts = {
-        "tensor": name or entry.kind,
-        "step": str(entry.step),
-        "ranks": f"{found.first}, {found.other}",
-        "differing elements": str(found.elements),
-        "greatest difference": f"{found.largest:.6g}",
-    }
+    told = copies_differ(found, _subject(trained, entry), name or entry.kind, entry.step, place(name))
     (cause,) = causes.explain_all(trained, [entry])
-    return Finding("replicas_differ", message, place(name), facts, cause)
+    return replace(told, message=f"training: {told.message}", cause=cause)
 
 
 def _owners(

@@ -11,20 +11,11 @@ from torch import Tensor
 
 from nnscaler.runtime.shards import logical_coordinates
 from nnscaler.runtime.tensor_bits import distance_of_copies, same_bits
+from verify.programs.checks.logical_tensors import UnequalElements
 from verify.programs.training.rank_loop import Layout, RankTraining
 from verify.results.tolerance import FAMILY_SHARE, FILL, TensorDifference, difference, family_scale
 
 Region = tuple[Any, ...]  # where a piece lies in the logical tensor: slices where it is a block, else indices
-
-
-@dataclass(frozen=True)
-class UnequalElements:
-    """Two ranks with different bits of the same elements."""
-
-    first: int
-    other: int
-    elements: int
-    largest: float
 
 
 @dataclass(frozen=True)
