@@ -6,8 +6,12 @@ its bits to nobody. What sends, hashes or compares memory takes it from here.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor
+
+T = TypeVar("T", Tensor, Tensor | None)
 
 
 def values_of(tensor: Tensor) -> Tensor:
@@ -23,6 +27,11 @@ def as_real(tensor: Tensor) -> Tensor:
 def bits_of(tensor: Tensor) -> Tensor:
     """Return the values of a strided tensor as bytes, as [bytes], on its device."""
     return values_of(tensor).reshape(-1).view(torch.uint8)
+
+
+def kept(tensor: T) -> T:
+    """Return a detached copy on the CPU; None of none."""
+    return None if tensor is None else tensor.detach().cpu().clone()
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

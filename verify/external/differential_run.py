@@ -22,6 +22,7 @@ from verify.external.comparison.reference_rounding_noise import measure
 from verify.external.comparison.repair import Repair, repair_of
 from verify.external.comparison.replicas_under_dropout import NAME as COPIES
 from verify.external.comparison.replicas_under_dropout import draws, draws_beside_dropout, unequal, unequal_losses
+from verify.external.comparison.replicas_under_dropout import finding as of_dropout
 from verify.external.observe_rank_run import RankRecord, observe
 from verify.external.program import ExternalProgram
 from verify.external.ranks.run import RankRun, RanksFailed, run_ranks, run_ranks_isolated
@@ -199,15 +200,12 @@ class ExternalCase:
         both = unequal(ran.results), unequal_losses(ran.results, known, parts)
         count, wrong = sum(compared for compared, _ in both), [one for _, told in both for one in told]
         found = tuple(
-            Finding(
-                "random_numbers_differ",
+            of_dropout(
                 f"copies of {one.name} on ranks {one.ranks[0]} and {one.ranks[1]} get other gradients with dropout on"
                 if one.name
                 else f"the losses of ranks {one.ranks[0]} and {one.ranks[1]}, of the same rows, differ with dropout on",
                 self.program.where,
-                {"relative difference": f"{one.relative:.3g}", "cause": "random_numbers"},
-                "ranks that hold copies and see the same rows do not drop the same elements",
-                "seed the ranks of one data part alike before they draw for copies",
+                {"relative difference": f"{one.relative:.3g}"},
             )
             for one in wrong[:1]
         )

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from nnscaler.errors import NnscalerError, few
 from nnscaler.tracing.export.module_copies import copied_with_hooks
 from nnscaler.tracing.float64_run import run_backward
-from verify.external.parameter_mapping import Kind, Lookup, RankPiece, local_value, match, state_of
+from verify.external.parameter_mapping import Lookup, RankPiece, local_value, match
 from verify.external.program import Batch, ExternalProgram
 from verify.external.ranks.call_sites import in_phase
 from verify.external.ranks.torch_private_trace import watch_redistributions
@@ -33,6 +33,7 @@ from verify.external.reference import (
 )
 from verify.external.torchrun.cuda_on_cpu import OnCpu
 from verify.external.untrained_copies import without_copies
+from verify.programs.reference.eager import Kind, state_of
 
 
 @dataclass(frozen=True)

@@ -17,19 +17,19 @@ what has neither is unmatched, and nothing is decided about it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from nnscaler.runtime.tensor_bits import as_real, bits_of
+from verify.programs.reference.eager import Kind, state_of
 from verify.results.tolerance import FILL, family_scale
 
-Kind = Literal["parameter", "buffer"]
 Addresses = range | Tensor  # a run of addresses, or one for each element of the local tensor, flattened
 _WRAPPERS = frozenset(
     ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_flat_param", "parametrizations")
@@ -116,14 +116,6 @@ class StateMap:
             if self.shapes[name].numel():
                 groups.setdefault(start, []).append(name)
         return {names[0]: tuple(names) for names in groups.values() if len(names) > 1}
-
-
-def state_of(module: nn.Module) -> Iterator[tuple[str, Tensor, Kind]]:
-    """Yield every parameter, then every buffer, by each of its names."""
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        yield name, parameter, "parameter"
-    for name, buffer in module.named_buffers(remove_duplicate=False):
-        yield name, buffer, "buffer"
 
 
 @dataclass(frozen=True)
@@ -334,7 +326,7 @@ def _piece(
     if not found and addresses is not None:
         found = "given" if kind == "parameter" else "layout"
         if kind == "parameter":
-            _give(tensor, addresses, lookup)
+            give(tensor, lookup.start, addresses)
     names = () if addresses is None else space.names_at(addresses)
     moved = found == "value" and len(names) == 1 and _equal(claimed(tensor, names[0], space), addresses)
     shape, words, trained = tuple(value.shape), layout_words(tensor), tensor.requires_grad
@@ -361,7 +353,8 @@ def _agrees(value: Tensor, addresses: Addresses, lookup: Lookup) -> bool:
     return torch.equal(value.reshape(-1), taken(lookup.start, addresses).to(value.dtype))
 
 
-def _give(tensor: Tensor, addresses: Addresses, lookup: Lookup) -> None:
+def give(tensor: Tensor, whole: Tensor, addresses: Addresses) -> None:
+    """Give a tensor the values that a tensor over all addresses has for its elements."""
     with torch.no_grad():
         target = local_value(tensor)
-        target.copy_(taken(lookup.start, addresses).to(target.dtype).view(target.shape))
+        target.copy_(taken(whole, addresses).to(target.dtype).view(target.shape))

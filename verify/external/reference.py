@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from nnscaler.errors import NnscalerError
-from nnscaler.runtime.tensor_bits import as_real
 from nnscaler.tracing.export.module_copies import copied_with_hooks
 from nnscaler.tracing.export.user_source_locations import model_errors
-from nnscaler.tracing.float64_run import convert_floats, exact, run_backward, without_dropout
-from verify.external.parameter_mapping import Lookup, StateMap, state_of
+from nnscaler.tracing.float64_run import convert_floats, exact, exact_dtype, run_backward, without_dropout
+from verify.external.parameter_mapping import Lookup, StateMap, give
 from verify.external.program import Batch, ExternalProgram
 from verify.external.torchrun.cuda_on_cpu import OnCpu
 from verify.programs.reference.eager import (
@@ -25,6 +24,7 @@ from verify.programs.reference.eager import (
     logical_state,
     randomise_parameters,
     settle_gradients,
+    state_of,
 )
 from verify.results.tolerance import is_finite
 
@@ -104,8 +104,8 @@ def part_of(batch: Batch, index: int, parts: int) -> Batch:
 
 
 def copied(batch: Batch, dtype: torch.dtype) -> Batch:
-    """Return a copy in which floating-point tensors have the dtype of the run."""
-    return map_batch(batch, lambda t: t.to(dtype, copy=True) if t.is_floating_point() else t.clone())
+    """Return a copy in which floating-point and complex tensors have the dtype of the run."""
+    return map_batch(batch, lambda t: t.to(exact_dtype(t.dtype, dtype), copy=True))
 
 
 def data_part(program: ExternalProgram, coordinate: Mapping[str, int]) -> tuple[int, int]:
@@ -361,11 +361,8 @@ def piece_of_step(program: ExternalProgram, model: nn.Module, reference: PlainRe
         before = reference.steps[number - 1].parameters if number else space.flat(reference.start)
         mine = copied_with_hooks(model)
         with torch.random.fork_rng(devices=[]), computing_in(mine, reference.dtype):
-            with torch.no_grad():
-                for name, tensor, _ in state_of(mine):
-                    whole = space.whole(name)
-                    real = as_real(tensor.detach())
-                    real.copy_(before[whole.start : whole.stop].view(real.shape).to(real.dtype))
+            for name, tensor, _ in state_of(mine):
+                give(tensor, before, space.whole(name))
             rows = part_of(batch_of_step(reference.batch, number), piece, pieces)
             loss = step_of(mine, copied(rows, reference.dtype))
             if isinstance(loss, Tensor) and loss.requires_grad and _no_gradient_yet(mine, 0):

@@ -16,6 +16,7 @@ from verify.external.comparison.comparison_records import ComparisonResult, Diff
 from verify.external.comparison.findings import findings
 from verify.external.comparison.reference_rounding_noise import DRAWS, distances
 from verify.external.comparison.replicas_under_dropout import NAME as COPIES
+from verify.external.comparison.replicas_under_dropout import finding as of_dropout
 from verify.external.observe_rank_run import RankRecord
 from verify.external.parameter_mapping import RankPiece
 from verify.external.ranks.run_result import RanksFailed
@@ -341,13 +342,7 @@ def _with_dropout(
         )
     result = compare_replicas(rank_records(made, layout, run.reference))
     found = tuple(
-        Finding(
-            "random_numbers_differ",
-            f"copies of {one.name} on rank {one.rank} and others differ after step {one.step} with dropout on",
-            counter_example={"cause": "random_numbers"},
-            cause="ranks that hold copies and see the same rows do not drop the same elements",
-            help="seed the ranks of one data part alike before they draw for copies",
-        )
+        of_dropout(f"copies of {one.name} on rank {one.rank} and others differ after step {one.step} with dropout on")
         for one in result.differences[:1]
     )
     check = replace(result.check(Verdict.TESTED_EXACT), name=COPIES, supporting=True)

@@ -25,7 +25,6 @@ from nnscaler.runtime.tensor_bits import as_real
 from verify.external.observe_rank_run import local_gradient, unread_by
 from verify.external.parameter_mapping import (
     Addresses,
-    Kind,
     StateMap,
     claimed,
     clean_name,
@@ -34,6 +33,7 @@ from verify.external.parameter_mapping import (
 )
 from verify.external.ranks.torch_private import flat_shards
 from verify.external.torchrun.records import HeldInScript
+from verify.programs.reference.eager import Kind
 
 
 @dataclass(frozen=True)

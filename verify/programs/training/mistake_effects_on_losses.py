@@ -11,6 +11,7 @@ from torch import Tensor
 from nnscaler.tracing.export.module_copies import copied
 from nnscaler.tracing.float64_run import convert_floats
 from verify.programs.causes.find_cause_of_wrong_tensor import NARROW
+from verify.programs.reference.eager import put_state
 from verify.programs.training.join_shards import indices_of
 from verify.programs.training.training_recipe import Batch, rate_at
 from verify.programs.training.training_run_pair import Alternatives, ComparedValue, Trained
@@ -212,8 +213,5 @@ def of_evaluation(trained: Trained, found: ComparedValue) -> Alternatives:
 def _with(trained: Trained, buffers: Mapping[str, Tensor]) -> torch.nn.Module:
     model = copied(trained.model.model)
     convert_floats(model, torch.float64)
-    with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            if name in buffers:
-                buffer.copy_(buffers[name])
+    put_state(model, buffers)
     return model

@@ -23,7 +23,7 @@ from verify.programs.check_text_before_run import vouch
 from verify.programs.checks.input_and_outcome import CheckOutcome
 from verify.programs.execution.run_on_backend import Failure, devices_of, finding_of, run_job, simulate
 from verify.programs.prepare_verification import Prepared, matched_draws
-from verify.programs.reference.eager import choose_learning_rate, logical_state, not_finite, scale_of
+from verify.programs.reference.eager import choose_learning_rate, clip_limit, logical_state, not_finite, scale_of
 from verify.programs.request import PlanRequest
 from verify.programs.source_map import SourceMap
 from verify.programs.training.check_optimizer_dtypes import check_dtypes, is_mixed
@@ -49,7 +49,6 @@ from verify.results.verdict import Verdict
 NAME = "training: runs on every rank"
 UPDATE_SHARE = 0.02  # of a parameter's size, that a step of Adam moves it by
 REFUSED = ("update_needs_whole", "optimizer_refused", "no_update")  # what an optimizer cannot be given
-CLIP_SHARE = 0.5  # of the norm of the first gradients: clipping is active
 
 
 @dataclass(frozen=True)
@@ -241,8 +240,7 @@ def scales(request: PlanRequest, prepared: Prepared, model: EagerModel, batch: B
     _, gradients = model.compute({}, batch)
     for name, parameter in wide.named_parameters():
         parameter.grad = gradients.get(name)
-    size = float(sum(float(g.abs().square().sum()) for g in gradients.values() if g is not None)) ** 0.5
-    norm = float(f"{CLIP_SHARE * size:.2g}") if 0 < size < float("inf") else None
+    norm = clip_limit(gradients.values())
     if request.optimizer == "sgd":
         return choose_learning_rate(wide), norm
     sizes = [scale_of(p.detach()) for p in wide.parameters() if p.requires_grad]
