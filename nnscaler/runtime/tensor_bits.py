@@ -39,6 +39,13 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(bits_of(a), bits_of(b))
 
 
+def same_values(a: Tensor, b: Tensor) -> bool:
+    """Equality of numbers: NaN equals itself, and -0.0 is 0.0."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
 def distance_of_copies(a: Tensor, b: Tensor) -> tuple[int, float]:
     """Return how many elements of two tensors of one shape have other bits, and by how much they differ at most:
     infinity where one is NaN."""

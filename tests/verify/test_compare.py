@@ -11,6 +11,7 @@ from torch import nn
 
 from nnscaler.layout import Sharded
 from nnscaler.runtime.stage_base_class import Stage
+from nnscaler.runtime.tensor_difference import difference, family_scale, largest
 from nnscaler.tracing.sample_inputs import flatten_inputs
 from verify import Verdict
 from verify.programs.execution.compare_variables import Variable, compare_variable
@@ -21,7 +22,7 @@ from verify.programs.reference.eager import (
     randomise_parameters,
     run_reference,
 )
-from verify.results.tolerance import Tolerance, difference, family_scale, largest
+from verify.results.tolerance import Tolerance
 
 KEY = ("gradient", 0, "w")
 

@@ -11,8 +11,12 @@ from torch import Tensor, nn
 
 import nnscaler
 import verify
+from nnscaler.errors import NnscalerError
+from nnscaler.runtime.tensor_difference import FILL, FLOAT64_BOUND, difference, family_scale
+from nnscaler.tracing import trace
+from nnscaler.tracing.compare_with_module import check_trace
+from nnscaler.tracing.sample_inputs import flatten_inputs
 from verify import Report, Verdict
-from verify.results.tolerance import FILL, FLOAT64_BOUND, difference, family_scale
 
 FILLS = (-1e9, torch.finfo(torch.float32).min, -inf)
 SEEN = 5_000_000_000
@@ -79,6 +83,27 @@ def test_a_mistake_beside_a_mask_is_refuted(wrong: str, text: Path) -> None:
 def test_the_right_program_passes(text: Path) -> None:
     report = _verified(text)
     assert report.verdict is Verdict.TESTED_EXACT, report.findings
+
+
+class Scaled(nn.Module):
+    """Its result has a factor that its loss has not."""
+
+    def __init__(self, fill: float) -> None:
+        super().__init__()
+        self.weight, self.factor = nn.Parameter(torch.ones(6)), nn.Parameter(torch.ones(6), requires_grad=False)
+        self.fill = fill
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return (x * self.weight).square().mean(), (x * self.factor).masked_fill(torch.arange(6) > 4, self.fill)
+
+
+@pytest.mark.parametrize("fill", FILLS)
+def test_a_trace_is_not_the_model_whose_result_differs_beside_a_mask(fill: float) -> None:
+    model = Scaled(fill)
+    sample, traced = flatten_inputs(model, INPUTS), trace(model, INPUTS)
+    assert check_trace(model, traced.graph, traced.state, sample) == ()
+    with pytest.raises(NnscalerError, match="the result `output_1`: differs"):
+        check_trace(model, traced.graph, {**traced.state, "factor": torch.full((6,), 1.001)}, sample)
 
 
 @pytest.mark.parametrize("fill", FILLS)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from nnscaler.errors import NnscalerError
+from nnscaler.runtime.tensor_difference import FLOAT64_BOUND, difference
 from verify.external.comparison.compare import compare
 from verify.external.comparison.comparison_records import ComparisonResult, ProgramRun
 from verify.external.comparison.findings import findings
@@ -31,7 +32,7 @@ from verify.external.unequal_label_counts import NAME as LABELS
 from verify.external.unequal_label_counts import unequal_labels
 from verify.results.finding import Finding
 from verify.results.report import Check
-from verify.results.tolerance import FLOAT64_BOUND, Tolerance, difference
+from verify.results.tolerance import Tolerance
 from verify.results.verdict import Verdict
 
 T = TypeVar("T")

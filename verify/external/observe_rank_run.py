@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from nnscaler.errors import NnscalerError, few
 from nnscaler.tracing.export.module_copies import copied_with_hooks
-from nnscaler.tracing.float64_run import run_backward
 from verify.external.parameter_mapping import Lookup, RankPiece, local_value, match
 from verify.external.program import Batch, ExternalProgram
 from verify.external.ranks.call_sites import in_phase
@@ -28,6 +27,7 @@ from verify.external.reference import (
     coordinates,
     copied,
     data_part,
+    finish_backward,
     part_of,
     tensors_of,
 )
@@ -180,9 +180,8 @@ def run_step(program: ExternalProgram, made: Any, batch: Batch, number: int = 0)
     """Run forward and backward, and return what `step` returned."""
     with in_phase(phase_of_step("forward", number)):
         loss = program.step(made, batch)
-    if isinstance(loss, Tensor) and loss.requires_grad and not _has_gradients(made):
-        with in_phase(phase_of_step("backward", number)):
-            run_backward(loss, torch.ones_like(loss))
+    with in_phase(phase_of_step("backward", number)):
+        finish_backward(loss, (p for part in modules_of(made) for p in part.parameters()))
     return loss
 
 
@@ -212,10 +211,6 @@ def changed(before: Mapping[str, Tensor | None], after: Mapping[str, Tensor | No
     """Return the gradients that became others."""
     pairs = {name: (before.get(name), late) for name, late in after.items() if late is not None}
     return {name: late for name, (one, late) in pairs.items() if one is None or not torch.equal(one, late)}
-
-
-def _has_gradients(made: Any) -> bool:
-    return any(p.grad is not None for part in modules_of(made) for p in part.parameters())
 
 
 def local_gradient(parameter: Tensor) -> Tensor | None:

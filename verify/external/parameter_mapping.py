@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from nnscaler.runtime.tensor_bits import as_real, bits_of
+from nnscaler.runtime.tensor_difference import FILL, family_scale
 from verify.programs.reference.eager import Kind, state_of
-from verify.results.tolerance import FILL, family_scale
 
 Addresses = range | Tensor  # a run of addresses, or one for each element of the local tensor, flattened
 _WRAPPERS = frozenset(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from nnscaler.errors import NnscalerError
+from nnscaler.runtime.tensor_difference import is_finite
 from nnscaler.tracing.export.module_copies import copied_with_hooks
 from nnscaler.tracing.export.user_source_locations import model_errors
 from nnscaler.tracing.float64_run import convert_floats, exact, exact_dtype, run_backward, without_dropout
@@ -26,7 +27,6 @@ from verify.programs.reference.eager import (
     settle_gradients,
     state_of,
 )
-from verify.results.tolerance import is_finite
 
 Buffers = dict[str, Tensor]
 _told = partial(model_errors, "the plain model itself raises on `batch()`")
@@ -209,7 +209,6 @@ def run_reference(
         for number in range(steps):
             whole = batch_of_step(batch, number)
             losses, statistics = _run_parts(program, step_of, model, whole, dtype, kept)
-            model.zero_grad(set_to_none=True)
             loss = _backward(program, step_of, model, whole, dtype)
             gradients = space.flat({n: p.grad for n, p in model.named_parameters(remove_duplicate=False)})
             if dtype == torch.float64:  # a narrower one may overflow where the program does as well
@@ -299,28 +298,42 @@ def _part_loss(
 
 
 def _backward(program: ExternalProgram, step_of: Any, model: nn.Module, batch: Batch, dtype: torch.dtype) -> Tensor:
-    """Run forward and backward on the whole batch, or on its parts one after the other; return the loss.
+    """Run forward and backward on the whole batch, or on its parts one after the other; return the loss. Gradients are
+    the means over the parts.
 
     Each part begins with the same buffers, and those that the first one leaves stay.
     """
     parts = data_parts(program)
     pieces = [part_of(batch, i, parts) for i in range(parts)] if program.reference == "parts" else [batch]
     losses: list[Tensor] = []
+    means: dict[nn.Parameter, Tensor] = {}
     before, first = _buffers_of(model), Buffers()
     for piece in pieces:
         _put_buffers(model, before)
+        model.zero_grad(set_to_none=True)
         with _told():
             loss = step_of(model, copied(piece, dtype))
-            if isinstance(loss, Tensor) and loss.requires_grad and _no_gradient_yet(model, len(losses)):
-                run_backward(loss, torch.full_like(loss, 1.0 / len(pieces)))
+            finish_backward(loss, model.parameters())
         settle_gradients(model)
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                share = parameter.grad / len(pieces)
+                means[parameter] = means[parameter] + share if parameter in means else share
         losses.append(_scalar(loss))
         first = first or _buffers_of(model)
     _put_buffers(model, first)
-    if all(p.grad is None for p in model.parameters()):
+    if not means:
         message = f"the loss of {program.name} depends on no parameter of the plain model that is trained"
         raise NnscalerError("no_gradient", message, program.where)
+    for parameter, gradient in means.items():
+        parameter.grad = gradient
     return torch.stack(losses).mean(0)
+
+
+def finish_backward(loss: Any, parameters: Iterable[nn.Parameter]) -> None:
+    """Run the backward pass where a step left it to its caller."""
+    if isinstance(loss, Tensor) and loss.requires_grad and all(p.grad is None for p in parameters):
+        run_backward(loss, torch.ones_like(loss))
 
 
 def _check_finite(program: ExternalProgram, number: int, loss: Tensor, model: nn.Module) -> None:
@@ -332,11 +345,6 @@ def _check_finite(program: ExternalProgram, number: int, loss: Tensor, model: nn
     message = f"{named} of the plain model of {program.name} is not finite in step {number}: nothing can be compared"
     where = program.batch_where or program.where
     raise NnscalerError("reference_not_finite", message, where, help="choose another `batch()`")
-
-
-def _no_gradient_yet(model: nn.Module, losses: int) -> bool:
-    """Return whether the step left the backward pass to its caller."""
-    return losses > 0 or all(p.grad is None for p in model.parameters())
 
 
 def _scalar(loss: Any) -> Tensor:
@@ -365,13 +373,18 @@ def piece_of_step(program: ExternalProgram, model: nn.Module, reference: PlainRe
                 give(tensor, before, space.whole(name))
             rows = part_of(batch_of_step(reference.batch, number), piece, pieces)
             loss = step_of(mine, copied(rows, reference.dtype))
-            if isinstance(loss, Tensor) and loss.requires_grad and _no_gradient_yet(mine, 0):
-                run_backward(loss, torch.ones_like(loss))
+            finish_backward(loss, mine.parameters())
             settle_gradients(mine)
             gradients = space.flat({n: p.grad for n, p in mine.named_parameters(remove_duplicate=False)})
             return _scalar(loss).double(), gradients
 
     return run
+
+
+def mean_over_pieces(run: PieceOfStep, step: int, pieces: int) -> tuple[Tensor, Tensor]:
+    """Return the means over equal pieces of the rows: of their losses, and of gradients over all addresses."""
+    losses, gradients = zip(*(run(step, piece, pieces) for piece in range(pieces)), strict=True)
+    return torch.stack(losses).mean(), torch.stack(gradients).mean(0)
 
 
 def mean_of(parts: Sequence[Tensor]) -> Tensor:

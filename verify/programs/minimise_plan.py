@@ -23,6 +23,7 @@ from nnscaler.errors import NnscalerError, few
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation_annotations import signatures
 from nnscaler.ir.placement import Choice, RunInvariant
+from nnscaler.runtime.tensor_difference import difference, family_scale
 from nnscaler.tracing import Traced
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.plan import (
@@ -41,7 +42,6 @@ from verify.programs.execution.record_rank_steps import RankResult, Task
 from verify.programs.execution.run_on_backend import Failure, run_simulator
 from verify.programs.opened_program import OpenedProgram, open_program
 from verify.programs.reference.eager import Trajectory, gradient_value
-from verify.results.tolerance import difference, family_scale
 from verify.results.verdict import Verdict
 
 # Test cheaply whether a plan fails: compile, run one step on the simulator, compare loss and gradients.

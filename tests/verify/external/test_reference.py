@@ -146,3 +146,19 @@ class Bounded(programs.Net):
 def test_one_infinite_number_is_told_as_such() -> None:
     found = _verified(Bounded, _infinite).findings[0]
     assert (found.code, found.counter_example["actual"]) == ("not_finite", "inf")
+
+
+def _own_backward(model: Any, batch: Any) -> Tensor:
+    """The loss of a step that runs the backward pass by itself."""
+    loss: Tensor = model(*batch)
+    loss.backward()
+    return loss
+
+
+@pytest.mark.parametrize("reference", ["whole", "parts"])
+def test_a_step_with_a_backward_of_its_own_is_a_step_of_each_part(reference: str) -> None:
+    right = replace(program(programs.replicated, dp=2), step=_own_backward, reference=reference)
+    report = verify_program(right, ONE_STEP)
+    assert report.verdict is Verdict.TESTED_EXACT, report.findings
+    wrong = verify_program(replace(right, parallelize=programs.summed), ONE_STEP)
+    assert [finding.code for finding in wrong.findings] == ["gradient_differs"]

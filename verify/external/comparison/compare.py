@@ -9,7 +9,8 @@ from math import inf, isnan
 import torch
 from torch import Tensor
 
-from nnscaler.runtime.tensor_bits import as_real, same_bits
+from nnscaler.runtime.tensor_bits import as_real, same_values
+from nnscaler.runtime.tensor_difference import FAMILY_SHARE, FILL, difference, family_scale, largest
 from verify.external.comparison.comparison_records import ComparisonResult, Difference, ProgramRun
 from verify.external.comparison.losses_and_norms import compare_losses, compare_norms
 from verify.external.comparison.micro_batch_reference import MEAN_OF_MEANS, cause_by_micro_batches
@@ -19,7 +20,6 @@ from verify.external.parameter_mapping import RankPiece, taken
 from verify.external.reference import PlainReference, data_part
 from verify.programs.causes.find_cause_of_wrong_tensor import cause_of
 from verify.programs.causes.wrong_tensor import VAGUE, Cause
-from verify.results.tolerance import FAMILY_SHARE, FILL, difference, family_scale, largest
 from verify.results.verdict import Verdict
 
 
@@ -105,7 +105,7 @@ def _changed(reference: PlainReference, kind: str) -> Iterator[str]:
         if space.kinds[name] == kind and name in reference.start:
             after = taken(reference.steps[-1].parameters, space.whole(name))
             before = as_real(reference.start[name].detach()).flatten().to(after.dtype)
-            if not same_bits(before, after):
+            if not same_values(before, after):
                 yield name
 
 

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from op_registry.call import instances_in
 
+from nnscaler.runtime.tensor_difference import difference
 from nnscaler.tracing.export.module_copies import copied_with_hooks
 from verify.external.observe_rank_run import modules_of, parallelised, rows_of, run_step
 from verify.external.parameter_mapping import clean_name, local_value
@@ -37,7 +38,6 @@ from verify.external.reference import (
     data_part,
     row_count,
 )
-from verify.results.tolerance import difference
 
 _CLOSE = {torch.float64: 1e-7, torch.float32: 1e-4}  # relative; in narrower dtypes rounding hides too much
 _LARGEST = 1 << 22  # elements of a tensor that is kept

@@ -9,18 +9,19 @@ last place, sums taken in another order, and choices among nearly equal values m
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
+from nnscaler.runtime.tensor_difference import difference
 from verify.external.program import ExternalProgram
 from verify.external.reference import PlainReference, run_reference
 from verify.programs.low_precision.noise import NearTies, moved_model, rounded_model
 from verify.programs.low_precision.reassociation_mode import Reassociated
-from verify.results.tolerance import Key, Tolerance, difference
+from verify.results.tolerance import Key, Tolerance
 
 DRAWS = 3  # runs with moved parameters
 PARTS = (2, 3, 4)  # in which a sum may be computed
@@ -33,12 +34,17 @@ def rounded(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 def measure(program: ExternalProgram, model: nn.Module, truth: PlainReference, dtype: torch.dtype) -> Tolerance:
     """Measure the noise of `dtype` around `truth`, which is float64 from the same values."""
-    exact = dtype == torch.float64
+    noise = largest_distances(_draws(program, model, truth, dtype))
+    return Tolerance(noise, torch.finfo(dtype).eps, exact=dtype == torch.float64)
+
+
+def largest_distances(runs: Iterable[tuple[PlainReference, PlainReference]]) -> dict[Key, float]:
+    """Return how far each tensor of a run is at most from the same one of the run beside it."""
     noise: dict[Key, float] = {}
-    for run, right in _draws(program, model, truth, dtype):
-        for key, value in distances(run, right):
+    for run, right in runs:
+        for key, value in _distances(run, right):
             noise[key] = max(noise.get(key, 0.0), value)
-    return Tolerance(noise, torch.finfo(dtype).eps, exact)
+    return noise
 
 
 def _draws(
@@ -72,7 +78,7 @@ def _draws(
                 yield run(how, moved, dtype), right
 
 
-def distances(run: PlainReference, truth: PlainReference) -> Iterator[tuple[Key, float]]:
+def _distances(run: PlainReference, truth: PlainReference) -> Iterator[tuple[Key, float]]:
     """Yield how far each tensor of a run is from the same one of another run."""
     space = truth.space
     for number, (found, right) in enumerate(zip(run.steps, truth.steps, strict=True)):

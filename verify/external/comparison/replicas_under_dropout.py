@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from op_registry.spec import SourceLocation
 
+from nnscaler.runtime.tensor_difference import difference, family_scale
 from nnscaler.tracing.export.module_copies import copied_with_hooks
 from nnscaler.tracing.float64_run import exact
 from verify.external.observe_rank_run import RankRecord
 from verify.external.program import Batch, ExternalProgram
 from verify.external.reference import copied
 from verify.results.finding import Finding
-from verify.results.tolerance import difference, family_scale
 
 NAME = "copies with dropout"
 _CLOSE = 1e-7  # relative; in float64 copies are equal up to rounding

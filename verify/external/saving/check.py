@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from nnscaler.errors import few
+from nnscaler.runtime.tensor_difference import FLOAT64_BOUND
 from nnscaler.tracing.export.module_copies import copied_with_hooks
 from nnscaler.tracing.float64_run import convert_floats
 from verify.external.differential_run import ExternalCase
@@ -32,7 +33,6 @@ from verify.external.saving.save_then_load import (
 from verify.programs.reference.eager import state_of
 from verify.results.finding import Finding
 from verify.results.report import Check
-from verify.results.tolerance import FLOAT64_BOUND
 from verify.results.verdict import Verdict
 
 _RAISED = re.compile(r"^[A-Za-z_][\w.]*(Error|Exception): ?")  # the last line of a traceback

@@ -17,13 +17,13 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from nnscaler.runtime.tensor_difference import FILL, difference, family_scale
 from nnscaler.tracing.export.module_copies import copied_with_hooks
 from verify.external.observe_rank_run import modules_of
 from verify.external.parameter_mapping import StateMap, clean_name
 from verify.external.program import ExternalProgram
 from verify.external.saving.save_then_load import CheckpointForm
 from verify.programs.reference.eager import state_of
-from verify.results.tolerance import FILL, difference, family_scale
 
 # torch.distributed.checkpoint
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from nnscaler.runtime.tensor_bits import as_real
+from nnscaler.runtime.tensor_difference import FILL, difference, family_scale
 from verify.external.observe_rank_run import (
     modules_of,
     optimizer_of,
@@ -27,7 +28,6 @@ from verify.external.observe_rank_run import (
 from verify.external.parameter_mapping import Addresses, Lookup, RankPiece, StateMap, local_value, match, taken
 from verify.external.program import ExternalProgram
 from verify.external.reference import PlainReference
-from verify.results.tolerance import FILL, difference, family_scale
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from nnscaler.errors import few
 from nnscaler.runtime.tensor_bits import distance_of_copies, same_bits
+from nnscaler.runtime.tensor_difference import FLOAT64_BOUND, difference
 from verify.external.comparison.compare import compare
 from verify.external.comparison.comparison_records import ComparisonResult, Difference, PartGradients, ProgramRun
 from verify.external.comparison.findings import findings
-from verify.external.comparison.reference_rounding_noise import DRAWS, distances
+from verify.external.comparison.reference_rounding_noise import DRAWS, largest_distances
 from verify.external.comparison.replicas_under_dropout import NAME as COPIES
 from verify.external.comparison.replicas_under_dropout import finding as of_dropout
 from verify.external.observe_rank_run import RankRecord
@@ -37,7 +38,7 @@ from verify.external.torchrun.run_ranks_and_reference import ScriptRunner
 from verify.programs.low_precision.noise import moved
 from verify.results.finding import Finding
 from verify.results.report import Check
-from verify.results.tolerance import AGREES, FLOAT64_BOUND, Key, Tolerance, difference
+from verify.results.tolerance import AGREES, Tolerance
 from verify.results.verdict import Verdict
 
 _ROUNDING = 1e-3  # a relative difference in float64 that an ill-conditioned model may make
@@ -208,7 +209,7 @@ def _noise(runner: ScriptRunner, material: Material, double: bool, way: Way, tru
     """Run the same reference from parameters that are moved by a unit in the last place, with its sums taken in another
     order: a norm by which a script clips is such a sum, and so is what a cast to bfloat16 rounds."""
     generator = torch.Generator().manual_seed(0)
-    noise: dict[Key, float] = {}
+    runs: list[tuple[PlainReference, PlainReference]] = []
     for draw in range(DRAWS):
         start = {
             name: moved(value, value.dtype, generator) if value.is_floating_point() else value
@@ -217,10 +218,9 @@ def _noise(runner: ScriptRunner, material: Material, double: bool, way: Way, tru
         for seed in (draw, None):  # a script may not run under what takes its sums in another order
             with suppress(NotMatched, Failed):
                 made = runner.fed(double, replace(material, start=start, reordered=seed), way)
-                for key, value in distances(reference_of(made, len(truth.steps)), truth):
-                    noise[key] = max(noise.get(key, 0.0), value)
+                runs.append((reference_of(made, len(truth.steps)), truth))
                 break
-    return Tolerance(noise, torch.finfo(truth.dtype).eps, double)
+    return Tolerance(largest_distances(runs), torch.finfo(truth.dtype).eps, double)
 
 
 def explained(runner: ScriptRunner, chosen: Attempt, made: Sequence[Attempt], double: bool) -> Attempt:

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from op_registry.call import Call, DType, instances_in
 
+from nnscaler.runtime.tensor_difference import is_finite, largest
 from verify.evidence.inputs.concrete_call import ConcreteCall, outputs_of, with_tensors
 from verify.evidence.inputs.draw_values import random_terms, refill
 from verify.evidence.oracle.run_whole_operator import as_leaves, draw_cotangent, gradients_of
 from verify.evidence.oracle.size_checked_kernels import checked_kernels
 from verify.evidence.verify_op_options import Kind
 from verify.operators.suggest.call_template import Outputs, Question
-from verify.results.tolerance import is_finite, largest
 
 RANKS = 3
 EXACT = 1e-12  # of the largest term: float64 sums in another order, and nothing more

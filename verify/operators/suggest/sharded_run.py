@@ -15,10 +15,10 @@ from torch import Tensor
 
 from nnscaler.layout import PARTIAL, REPLICATED, Partial, Sharded, State
 from nnscaler.runtime.cut_tensors import join_pieces, pieces_of
+from nnscaler.runtime.tensor_difference import is_finite, largest
 from verify.evidence.inputs.draw_values import random_terms, refill
 from verify.evidence.verify_op_options import Kind
 from verify.operators.suggest.call_template import Number, Outputs, Question
-from verify.results.tolerance import is_finite, largest
 
 States = tuple[State | None, ...]
 DRAWS: tuple[Kind, ...] = ("normal", "positive", "given")

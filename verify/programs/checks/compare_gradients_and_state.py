@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from nnscaler.runtime.tensor_bits import same_bits
+from nnscaler.runtime.tensor_bits import same_values
+from nnscaler.runtime.tensor_difference import FILL, TensorDifference, difference, family_scale, real_numbers
 from verify.programs.causes.find_cause_of_wrong_tensor import cause_of
 from verify.programs.causes.wrong_tensor import STAGES, WrongTensor, on_ranks
 from verify.programs.checks.gradient_norm import cause_of_update
@@ -16,7 +17,6 @@ from verify.programs.checks.input_and_outcome import CheckOutcome, Comparison, T
 from verify.programs.checks.logical_tensors import Holding, StageTensor, by_rank, put_together
 from verify.programs.reference.eager import gradient_value
 from verify.results.finding import Finding
-from verify.results.tolerance import FILL, TensorDifference, difference, family_scale, real_numbers
 from verify.results.verdict import Verdict
 
 
@@ -238,7 +238,7 @@ def check_coverage(comparison: Comparison, initial_buffers: dict[str, torch.Tens
         tally.add(*_held(comparison, name, name in held, "parameter"))
     for name in sorted({comparison.names[n][0] for n in reference.buffers if n in initial_buffers}):
         after, before = reference.buffers[name], initial_buffers[name]
-        changed = after.shape != before.shape or not same_bits(real_numbers(after), real_numbers(before))
+        changed = not same_values(real_numbers(after), real_numbers(before))
         if name in held or changed:
             tally.add(*_held(comparison, name, name in held, "buffer"))
     for holding in (*comparison.parameters.values(), *comparison.buffers.values()):

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from nnscaler.runtime.tensor_difference import difference, largest, real_numbers
 from nnscaler.runtime.training.gradients.clipping import EPSILON
 from verify.programs.causes.wrong_tensor import CLOSE
 from verify.programs.checks.input_and_outcome import CheckOutcome, Comparison, Tally
 from verify.results.finding import Finding
-from verify.results.tolerance import difference, largest, real_numbers
 from verify.results.verdict import Verdict
 
 NAME = "gradient norm, clipped"

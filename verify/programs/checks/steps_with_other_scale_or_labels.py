@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from nnscaler.runtime.tensor_difference import real_numbers
 from verify.programs.checks import compare_gradients_and_state, losses
 from verify.programs.checks.input_and_outcome import CheckOutcome, Comparison, merge_outcomes
 from verify.programs.execution.record_rank_steps import Entry
@@ -15,7 +16,6 @@ from verify.programs.reference.eager import Trajectory
 from verify.programs.rerun_with_other_scale_or_labels import SingleStep
 from verify.results.finding import Finding
 from verify.results.report import Check
-from verify.results.tolerance import real_numbers
 from verify.results.verdict import Verdict
 
 TINY = 1e-290  # below, float64 has fewer digits, and scaling rounds

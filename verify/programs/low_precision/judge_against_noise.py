@@ -8,13 +8,14 @@ from math import inf
 
 from torch import Tensor
 
+from nnscaler.runtime.tensor_difference import is_finite
 from verify.programs.checks.compare_gradients_and_state import absence
 from verify.programs.checks.input_and_outcome import Comparison
 from verify.programs.checks.logical_tensors import Holding, StageTensor, by_rank, put_together
 from verify.programs.low_precision.error_statistics import NAMES, Statistics, statistics
 from verify.programs.low_precision.noise import Target
 from verify.programs.reference.eager import gradient_value
-from verify.results.tolerance import Key, is_finite
+from verify.results.tolerance import Key
 from verify.results.verdict import Verdict
 
 KINDS = ("loss", "result", "gradient", "parameter", "buffer")
@@ -89,7 +90,8 @@ def _held(
         return Measured(key, holding=holding, code=told[0], problem=told[1])
     if target is None or logical.value is None:
         return None  # the coverage check reports what the model does not have
-    return Measured(key, _error(logical.value, target), holding, finite=is_finite(logical.value))
+    finite = is_finite(logical.value) or not is_finite(target.value)
+    return Measured(key, _error(logical.value, target), holding, finite=finite)
 
 
 def _error(value: Tensor, target: Target) -> Statistics:

@@ -30,13 +30,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nnscaler.runtime.tensor_difference import FILL, family_scale, is_finite, is_whole
 from nnscaler.tracing.export.module_copies import copied
 from nnscaler.tracing.float64_run import exact
 from nnscaler.tracing.sample_inputs import SampleInputs
 from verify.programs.low_precision.error_statistics import Statistics, floors, size, statistics
 from verify.programs.low_precision.reassociation_mode import Reassociated, RulesMode
 from verify.programs.reference.eager import Trajectory, run_reference
-from verify.results.tolerance import FILL, Key, family_scale, is_finite
+from verify.results.tolerance import Key
 
 # The model as a dtype sees it: values rounded to the dtype, and moved by one unit in the last place.
 
@@ -297,7 +298,7 @@ def _noise_of(run: Trajectory, targets: Mapping[Key, Target]) -> Noise:
     for kind, step, tensors in _families(run):
         for name, value in tensors.items():
             target = targets.get((kind, step, name))
-            if value is None or target is None or not value.is_floating_point():
+            if value is None or target is None or is_whole(value):
                 continue
             if not is_finite(value) and is_finite(target.value):
                 return Noise(1, largest, (kind, step, name))

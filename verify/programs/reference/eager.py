@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.tensor_bits import kept
+from nnscaler.runtime.tensor_difference import FILL, difference, family_scale, is_finite
 from nnscaler.runtime.training.gradients.unshare_gradient_memory import separate_gradients
 from nnscaler.tracing.export.loss_module import Results, results_of
 from nnscaler.tracing.export.module_copies import copied
@@ -35,7 +36,7 @@ from nnscaler.tracing.float64_run import (
 from nnscaler.tracing.sample_inputs import SampleInputs
 from verify.programs.reference.program_draws import Draw, ProgramDraws, UnmatchedDraws
 from verify.results.finding import Finding
-from verify.results.tolerance import FILL, Key, Tolerance, difference, family_scale, is_finite
+from verify.results.tolerance import Key, Tolerance
 
 Kind = Literal["parameter", "buffer"]
 _told = partial(model_errors, "the model itself raises on the sample batch", UnmatchedDraws)

@@ -13,12 +13,12 @@ from math import log2
 
 from torch import Tensor
 
+from nnscaler.runtime.tensor_difference import real_numbers
 from verify.programs.causes.find_cause_of_wrong_tensor import cause_of, misplaced
 from verify.programs.causes.wrong_tensor import STAGES, Place, WrongTensor
 from verify.programs.checks.gradient_norm import cause_of_norm, own_norms
 from verify.programs.training import causes_in_parameter_versions, mistake_effects_on_losses, mistake_effects_on_updates
 from verify.programs.training.training_run_pair import Alternatives, Candidate, ComparedValue, Trained
-from verify.results.tolerance import real_numbers
 
 CLOSE = 1e-8  # an alternative that is this near is the one
 _SEVERAL = ("gradient", "state", "parameter")  # of which many differ at once

@@ -14,24 +14,17 @@ from torch import Tensor
 
 from op_registry.spec import SourceLocation
 
+from nnscaler.runtime.tensor_difference import FILL, TensorDifference, difference, family_scale
 from verify.programs.checks.input_and_outcome import CheckOutcome, Tally
-from verify.programs.checks.logical_tensors import UnequalElements
+from verify.programs.checks.logical_tensors import JoinedTensor, UnequalElements, join, unequal
 from verify.programs.checks.replicas import copies_differ
 from verify.programs.reference.eager import gradient_value
 from verify.programs.training import causes
 from verify.programs.training.eager import EagerRun
-from verify.programs.training.join_shards import JoinedTensor, put_together, unequal
 from verify.programs.training.rank_loop import StepRecord
 from verify.programs.training.training_run_pair import ComparedValue, Trained
 from verify.results.finding import Finding
-from verify.results.tolerance import (
-    FILL,
-    Key,
-    TensorDifference,
-    Tolerance,
-    difference,
-    family_scale,
-)
+from verify.results.tolerance import Key, Tolerance
 from verify.results.verdict import Verdict
 
 # name of the check -> its finding's code; in the order in which one thing leads to another
@@ -154,10 +147,9 @@ def _states(
             found = {rank: s.states.get(name, {}).get(key) for rank, s in steps.items()}
             shape = tuple(trained.eager.initial[name].shape)
             if tuple(tensor.shape) == shape and shape:
-                whole = put_together(name, trained.ranks, found)
+                whole = join(trained.layouts(name), found)
             else:  # a count, or what is no part of any shard: every owner has all of it
-                holders = {r.rank for r in trained.ranks if r.layout(name) is not None}
-                whole = _alike({r: t for r, t in found.items() if t is not None}, holders)
+                whole = _alike({r: t for r, t in found.items() if t is not None}, set(trained.layouts(name)))
             yield ComparedValue("state", number, f"{key} of {name}", whole, tensor, scale)
 
 
@@ -170,7 +162,7 @@ def _tensors(
 ) -> Iterator[ComparedValue]:
     scale = family_scale(expected.values(), inf if kind == "gradient" else FILL)
     for name, right in expected.items():
-        whole = put_together(name, trained.ranks, {rank: entries.get(name) for rank, entries in found.items()})
+        whole = join(trained.layouts(name), {rank: entries.get(name) for rank, entries in found.items()})
         if kind == "gradient":
             whole = replace(whole, value=gradient_value(whole.value))
         yield ComparedValue(kind, number, name, whole, right, scale)

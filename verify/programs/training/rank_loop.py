@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from nnscaler.codegen.program import Program
-from nnscaler.layout import States
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.tensor_bits import kept
 from nnscaler.training.engine import Engine
 from nnscaler.training.program_runner import EngineSettings
 from nnscaler.training.recompilation import SentProgram, SizeClass, Vouch
 from verify.evidence.oracle.size_checked_kernels import CheckedKernels
+from verify.programs.checks.logical_tensors import Layout
 from verify.programs.training.resume import ResumableRun, Resumed, goes_on, reread
 from verify.programs.training.training_recipe import Batch, Course, class_of, groups_of, make_scheduler, options_of
 
@@ -49,17 +49,6 @@ class StepRecord:
     def rate(self) -> float:
         """The rate of the first parameter."""
         return next(iter(self.rates.values()))
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where a rank's shard of a parameter or buffer lies, between steps. `names`: all that it has in the model."""
-
-    names: tuple[str, ...]
-    shape: tuple[int, ...]
-    states: States
-    sizes: Mapping[str, int]
-    coordinates: Mapping[str, int]
 
 
 @dataclass(frozen=True)
