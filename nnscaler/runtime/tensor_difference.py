@@ -78,6 +78,9 @@ def largest_finite(tensor: Tensor) -> float:
 
 def largest_up_to(tensor: Tensor, fill: float = FILL) -> float:
     """Return the largest finite absolute value that is not beyond `fill`, 0 where there is none."""
+    greatest = largest(tensor)
+    if isfinite(greatest) and greatest <= fill:
+        return greatest
     sizes = _sizes(tensor)
     return largest(sizes[torch.isfinite(sizes) & (sizes <= fill)])
 

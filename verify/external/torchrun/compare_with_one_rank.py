@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nnscaler.errors import few
 from nnscaler.runtime.tensor_bits import distance_of_copies, same_bits
-from nnscaler.runtime.tensor_difference import FLOAT64_BOUND, difference
+from nnscaler.runtime.tensor_difference import FLOAT64_BOUND, difference, is_finite
 from verify.external.comparison.compare import compare
 from verify.external.comparison.comparison_records import ComparisonResult, Difference, PartGradients, ProgramRun
 from verify.external.comparison.findings import findings
@@ -163,9 +163,12 @@ def attempt_of(
     """Compare the ranks with one rank that is fed in one way. Raises NotMatched, Failed."""
     made = runner.fed(double, material, way)
     steps = min(len(material.taken), *(len(record.steps) for record in made))
-    seen = [loss for record in made for step in record.steps[:steps] for loss in step.losses]
-    if not all(bool(torch.isfinite(loss)) for loss in seen):
-        raise NotMatched("on one rank the loss is not finite, so that nothing can be compared")
+    for step in (step for record in made for step in record.steps[:steps]):
+        named = [*(("the loss", loss) for loss in step.losses), *step.gradients.items()]
+        wrong = next((name for name, value in named if value is not None and not is_finite(value)), None)
+        if wrong is not None:
+            what = wrong if wrong == "the loss" else f"the gradient of {wrong}"
+            raise NotMatched(f"on one rank {what} is not finite, so that nothing can be compared")
     reference = reference_of(made, steps)
     ranks = rank_records(records, layout, reference, made)
     strange = unmatched(ranks)

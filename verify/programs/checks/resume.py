@@ -96,9 +96,9 @@ def check_other_plan(
     )
     outcome = run_simulator(alone, 1, request.timeout)
     if isinstance(outcome, Failure):
-        return CheckOutcome(
-            Check(NAME, outcome.verdict, 1, 1), (finding_of(outcome, program.path, SourceMap(prepared.graph)),)
-        )
+        refuted = int(outcome.verdict is Verdict.REFUTED)
+        finding = finding_of(outcome, program.path, SourceMap(prepared.graph))
+        return CheckOutcome(Check(NAME, outcome.verdict, refuted, refuted), (finding,))
     roles = program.roles()
     (parameters, buffers), reference = holdings_of(roles), comparison.reference
     last = replace(
