@@ -33,7 +33,10 @@ def compare(run: ProgramRun) -> tuple[ComparisonResult, ...]:
     losses = compare_losses(run, min(wrong, last), summed=wrong == steps)
     states = _states(run, "parameter", min(map(_first_refuted, (losses, gradients, norms))))
     updated = _first_refuted(states)
-    losses, gradients, norms = (_until(result, updated) for result in (losses, gradients, norms))
+    if updated < last:  # what later steps compute follows from its update
+        gradients = _gradients(run, updated)
+        losses = compare_losses(run, updated, summed=not gradients.differences)
+        norms = replace(norms, differences=tuple(d for d in norms.differences if d.step <= updated))
     others = [result for result in (states, _states(run, "buffer", _NEVER)) if result.count]
     return (_held(run), losses, gradients, norms, *others)
 
@@ -44,11 +47,6 @@ _NEVER = 1 << 30  # a step that no run reaches
 
 def _first_refuted(compared: ComparisonResult) -> int:
     return min((d.step for d in compared.differences if d.verdict is Verdict.REFUTED), default=_NEVER)
-
-
-def _until(compared: ComparisonResult, step: int) -> ComparisonResult:
-    """Leave out the differences of later steps."""
-    return replace(compared, differences=tuple(d for d in compared.differences if d.step <= step))
 
 
 # Which elements the ranks hold.
