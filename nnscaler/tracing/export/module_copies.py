@@ -47,7 +47,8 @@ def copied(module: nn.Module) -> nn.Module:
 
 
 def copied_with_hooks(module: nn.Module) -> nn.Module:
-    """Return a copy as `copied` does, of a module that may have hooks on gradients. Torch copies those of modules.
+    """Return a copy as `copied` does, of a module that may have hooks on gradients, which the copy has as well: torch
+    copies those of modules alone.
 
     Raises NnscalerError "trace_failed" for an object that can neither be copied nor shared.
     """
@@ -61,6 +62,13 @@ def copied_with_hooks(module: nn.Module) -> nn.Module:
         for name, value in list(vars(part).items()):
             if (new := _following(value, known)) is not value:
                 part.__dict__[name] = new
+    for old, own in zip(module.parameters(), result.parameters(), strict=True):
+        if not own.requires_grad:
+            continue
+        for hook in (old._backward_hooks or {}).values():
+            own.register_hook(_following(hook, known))
+        for hook in (getattr(old, "_post_accumulate_grad_hooks", None) or {}).values():
+            own.register_post_accumulate_grad_hook(_following(hook, known))
     return result
 
 

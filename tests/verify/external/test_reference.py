@@ -162,3 +162,20 @@ def test_a_step_with_a_backward_of_its_own_is_a_step_of_each_part(reference: str
     assert report.verdict is Verdict.TESTED_EXACT, report.findings
     wrong = verify_program(replace(right, parallelize=programs.summed), ONE_STEP)
     assert [finding.code for finding in wrong.findings] == ["gradient_differs"]
+
+
+class Hooked(programs.Net):
+    """Hooks see the gradients of a module, and double those of a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down.register_full_backward_hook(lambda module, given, output: None)
+        self.up.weight.register_hook(lambda gradient: 2 * gradient)
+
+
+def test_hooks_of_the_plain_model_are_part_of_it() -> None:
+    right = program(programs.replicated, model=Hooked, dp=2)
+    assert verify_program(right, ONE_STEP, dtypes=("float64", "float32")).verdict is Verdict.TESTED_CALIBRATED
+    (lost,) = _verified(Hooked, programs.fully_sharded).findings  # new parameters have no hooks
+    assert (lost.code, lost.counter_example["factor"]) == ("gradient_differs", "0.5")
+    assert "up.weight" in lost.message

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from nnscaler.runtime.tensor_difference import FILL, family_scale, is_finite, is_whole
-from nnscaler.tracing.export.module_copies import copied
+from nnscaler.tracing.export.module_copies import copied_with_hooks
 from nnscaler.tracing.float64_run import exact
 from nnscaler.tracing.sample_inputs import SampleInputs
 from verify.programs.low_precision.error_statistics import Statistics, floors, size, statistics
@@ -48,7 +48,7 @@ _BITS: Mapping[torch.dtype, torch.dtype] = MappingProxyType(
 
 def rounded_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Return a copy whose parameters and buffers are values of `dtype`, in their own dtypes."""
-    result = copied(model)
+    result = copied_with_hooks(model)
     with torch.no_grad():
         for tensor in (*result.parameters(), *result.buffers()):
             if tensor.is_floating_point():
@@ -64,7 +64,7 @@ def rounded_sample(sample: SampleInputs, dtype: torch.dtype) -> SampleInputs:
 def moved_model(model: nn.Module, dtype: torch.dtype, generator: torch.Generator) -> nn.Module:
     """Return a copy in which every element of every floating-point parameter moves by -1, 0 or +1 unit in the last
     place."""
-    result = copied(model)
+    result = copied_with_hooks(model)
     with torch.no_grad():
         for parameter in result.parameters():  # each object once, so tied ones once
             if parameter.is_floating_point():
