@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from math import inf
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from op_registry.spec import SourceLocation
 
 from nnscaler.errors import NnscalerError, few
 from nnscaler.ir.graph import LOSS, Graph
+from nnscaler.runtime.tensor_difference import FAMILY_SHARE, FILL, FLOAT64_BOUND, difference, family_scale
 from nnscaler.runtime.training.autocast import AskedDtypes
 from nnscaler.tracing.export.loss_module import results_of
 from nnscaler.tracing.export.module_copies import copied
@@ -29,10 +31,8 @@ from nnscaler.tracing.float64_run import exact, exact_tensor, own_dtype, run_bac
 from nnscaler.tracing.run_graph import run_graph
 from nnscaler.tracing.sample_inputs import SampleInputs
 
-EXACT_TOLERANCE = 1e-9  # relative, in float64
 _ROUNDING = 1e-5  # relative, between two runs of the same operations in the model's own dtype
 _DRAWS = 16  # forwards that may draw other numbers
-GLOBAL_SHARE = 1e-3  # a tensor is measured against its own maximum, or this share of the largest of its family
 
 _HELP = (
     "export followed another path than eager does: look for branches on torch.compiler.is_exporting(), hooks, "
@@ -78,7 +78,7 @@ def check_trace(module: nn.Module, graph: Graph, state: Mapping[str, Tensor], sa
         traced = _graph_step_or_refusal(graph, state, sample)
         _compare(graph, eager, traced, _loose_tolerance(graph))
         return (note, *_zero_gradients(eager, traced))
-    _compare(graph, eager, traced, EXACT_TOLERANCE)
+    _compare(graph, eager, traced, FLOAT64_BOUND)
     return _zero_gradients(eager, traced)
 
 
@@ -192,7 +192,7 @@ def _first_difference(first: Mapping[str, Tensor], second: Mapping[str, Tensor])
     """Name what differs by more than rounding; "" where nothing does."""
     for name, value in first.items():
         other = second.get(name)
-        if other is None or _difference(value, other) > _ROUNDING * (_size(value) or 1.0):
+        if other is None or difference(other, value, _scale([value])).relative > _ROUNDING:
             return f"{name} differs"
     return ""
 
@@ -266,7 +266,7 @@ def _compare(graph: Graph, eager: TrainingStep, traced: TrainingStep, tolerance:
         what = "the loss" if name == LOSS else f"the result `{name}`"
         place = graph.producers[tensor].where
         _compare_family(graph, what, {"": eager.results[name]}, {"": traced.results[name]}, tolerance, place)
-    _compare_family(graph, "the gradient of {}", eager.gradients, traced.gradients, tolerance)
+    _compare_family(graph, "the gradient of {}", eager.gradients, traced.gradients, tolerance, fill=inf)
     _compare_family(graph, "the buffer {} after the step", eager.buffers, traced.buffers, tolerance)
 
 
@@ -277,8 +277,9 @@ def _compare_family(
     found: Mapping[str, Tensor | None],
     tolerance: float,
     place: SourceLocation | None = None,
+    fill: float = FILL,
 ) -> None:
-    scale = GLOBAL_SHARE * max((_size(t) for t in right.values() if t is not None), default=0.0)
+    scale = _scale(right.values(), fill)
     for name, expected in right.items():
         actual = found[name]
         if expected is None and actual is None:
@@ -288,10 +289,15 @@ def _compare_family(
         if expected is None or actual is None:
             side = "the model gives none" if expected is None else "the traced graph gives none"
             raise _unfaithful(graph, what.format(name), side, place or _first_use(graph, name))
-        error = _difference(expected, actual) / (max(_size(expected), scale) or 1.0)
-        if not error <= tolerance:
+        error = difference(actual, expected, scale).relative
+        if error > tolerance:
             text = f"differs by {error:.1e} (relative)"
             raise _unfaithful(graph, what.format(name), text, place or _first_use(graph, name))
+
+
+def _scale(family: Iterable[Tensor | None], fill: float = FILL) -> float:
+    """Return the scale of tensors; that of the number 1 for zeros alone."""
+    return family_scale(family, fill) or 1.0 / FAMILY_SHARE
 
 
 def _zero_gradients(eager: TrainingStep, traced: TrainingStep) -> tuple[str, ...]:
@@ -304,25 +310,6 @@ def _zero_gradients(eager: TrainingStep, traced: TrainingStep) -> tuple[str, ...
 def _dense(gradient: Tensor | None) -> Tensor | None:
     """Return the gradient of an embedding with `sparse=True` as any other one."""
     return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
-
-
-def _size(tensor: Tensor) -> float:
-    if tensor.numel() == 0:
-        return 0.0
-    wide = tensor.detach() if tensor.is_complex() else tensor.detach().to(torch.float64)
-    return float(wide.abs().nan_to_num(0.0, 0.0, 0.0).max())
-
-
-def _difference(expected: Tensor, actual: Tensor) -> float:
-    """Return the largest difference; entries that are the same infinity or both NaN agree."""
-    if expected.shape != actual.shape:
-        return float("inf")
-    if expected.numel() == 0:
-        return 0.0
-    wide = torch.complex128 if expected.is_complex() or actual.is_complex() else torch.float64
-    a, b = expected.detach().to(wide), actual.detach().to(wide)
-    same = (a == b) | (a.isnan() & b.isnan())
-    return float(torch.where(same, torch.zeros_like(a), a - b).abs().max())
 
 
 def _first_use(graph: Graph, fqn: str) -> SourceLocation | None:

@@ -11,11 +11,18 @@ from torch import nn
 
 from nnscaler.layout import Sharded
 from nnscaler.runtime.stage_base_class import Stage
+from nnscaler.runtime.tensor_difference import difference, family_scale, largest
 from nnscaler.tracing.sample_inputs import flatten_inputs
 from verify import Verdict
 from verify.programs.execution.compare_variables import Variable, compare_variable
-from verify.programs.reference.eager import logical_state, measure_condition, randomise_parameters, run_reference
-from verify.results.tolerance import difference, exact_tolerance, family_scale, largest
+from verify.programs.reference.eager import (
+    logical_state,
+    measure_condition,
+    moved_model,
+    randomise_parameters,
+    run_reference,
+)
+from verify.results.tolerance import Tolerance
 
 KEY = ("gradient", 0, "w")
 
@@ -62,11 +69,11 @@ def test_equal_is_zero() -> None:
     ("relative", "verdict"), [(1e-10, Verdict.TESTED_EXACT), (1e-8, Verdict.REFUTED), (inf, Verdict.REFUTED)]
 )
 def test_float64_has_a_fixed_bound(relative: float, verdict: Verdict) -> None:
-    assert exact_tolerance().judge(KEY, relative) is verdict
+    assert Tolerance().judge(KEY, relative) is verdict
 
 
 def test_ill_conditioned_models_are_undecided_and_not_refuted() -> None:
-    tolerance = exact_tolerance({KEY: 1e-8})
+    tolerance = Tolerance({KEY: 1e-8})
     assert tolerance.judge(KEY, 1e-7) is Verdict.INCONCLUSIVE
     assert tolerance.judge(KEY, 1e-5) is Verdict.REFUTED
     assert tolerance.judge(("gradient", 0, "other"), 1e-7) is Verdict.REFUTED
@@ -142,3 +149,18 @@ def test_pieces_of_complex_numbers_are_compared_with_both_of_their_parts() -> No
 def test_the_largest_of_truth_values() -> None:
     assert largest(torch.tensor([False, True])) == 1.0
     assert largest(torch.tensor([False])) == 0.0
+
+
+def test_what_is_not_finite_is_told_where_the_right_value_is_another_one() -> None:
+    masked = torch.tensor([1.0, -inf])
+    assert not difference(torch.tensor([2.0, -inf]), masked).not_finite
+    assert not difference(torch.tensor([1.0, 0.0]), masked).not_finite
+    assert difference(torch.tensor([float("nan"), -inf]), masked).not_finite
+    assert difference(torch.tensor([1.0, inf]), torch.ones(2)).not_finite
+
+
+def test_complex_parameters_are_disturbed_too() -> None:
+    model = nn.ParameterList([torch.zeros(3, dtype=torch.complex64)])
+    randomise_parameters(model, 1)
+    assert bool((torch.view_as_real(model[0].detach()) != 0).all())
+    assert not torch.equal(moved_model(model)[0], model[0].to(torch.complex128))

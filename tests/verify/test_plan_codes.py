@@ -18,7 +18,7 @@ from verify.programs.execution.run_on_backend import Failure, finding_of
 from verify.programs.reference.eager import Trajectory
 from verify.programs.source_map import SourceMap
 from verify.programs.typing import check_program
-from verify.results.tolerance import exact_tolerance
+from verify.results.tolerance import Tolerance
 from verify.results.verdict import Verdict
 
 ONE = torch.tensor(1.0, dtype=torch.float64)
@@ -29,7 +29,7 @@ def comparison(held: str, loss: torch.Tensor | None) -> Comparison:
     reference = Trajectory((ONE,), ({"w": ONE},), {"w": ONE}, {}, 0.1, 0.0)
     holding = Holding(held, 0, held, (), (), {}, (0,), True)
     result = RankResult(0, (loss,), ((),), (), ())
-    return Comparison(reference, (result,), {(0, held): holding}, {}, {"w": ("w",)}, {}, exact_tolerance(), 1)
+    return Comparison(reference, (result,), {(0, held): holding}, {}, {"w": ("w",)}, {}, Tolerance(), 1)
 
 
 def test_a_parameter_that_no_rank_holds() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,11 @@ from torch import Tensor, nn
 import verify
 from nnscaler.cli.main import main
 from nnscaler.errors import NnscalerError
+from nnscaler.layout import Sharded
 from tests.sampling import only
+from verify.programs.checks.logical_tensors import JoinedTensor, Layout, join
 from verify.programs.request import WORDS, PlanRequest, make_token
 from verify.programs.training.comparison import REPLICAS
-from verify.programs.training.join_shards import put_together
-from verify.programs.training.rank_loop import Layout, RankTraining
 from verify.programs.training.training_recipe import carried_by, drawn, in_steps, reordered, shortened
 from verify.results.finding_codes import CODES
 from verify.results.report import Report
@@ -210,34 +211,33 @@ def test_steps_and_short_batches() -> None:
 # -- put together -----------------------------------------------------------------------------------------------------
 
 
-def held(*shards: tuple[int, int, Tensor]) -> tuple[list[RankTraining], dict[int, Tensor | None]]:
+def held(*shards: tuple[int, int, Tensor]) -> JoinedTensor:
     """Each shard: (index on dp, parts, local tensor) of a vector of five."""
-    from nnscaler.layout import Sharded
-
-    ranks = []
+    layouts = {}
     for rank, (index, parts, _) in enumerate(shards):
         states = {"dp": Sharded(0, sizes=(3, 2))} if parts > 1 else {}
-        layout = Layout(("w",), (5,), states, {"dp": parts}, {"dp": index})
-        ranks.append(RankTraining(rank, (0, 1), (layout,), (), {}, None, {}, ()))
-    return ranks, {rank: tensor for rank, (_, _, tensor) in enumerate(shards)}
+        layouts[rank] = Layout(("w",), (5,), states, {"dp": parts}, {"dp": index})
+    return join(layouts, {rank: tensor for rank, (_, _, tensor) in enumerate(shards)})
 
 
 def test_shards_gaps_overlaps_and_copies() -> None:
     whole = torch.arange(5.0)
-    assert torch.equal(_value(held((0, 2, whole[:3]), (1, 2, whole[3:]))), whole)
-    assert "its shard is (3,)" in put_together("w", *held((0, 2, whole[:2]), (1, 2, whole[2:]))).problem
-    assert "no rank has 3 of its 5" in put_together("w", *held((1, 2, whole[3:]))).problem
-    overlap = put_together("w", *held((0, 2, whole[:3]), (0, 1, whole)))
+    right = held((0, 2, whole[:3]), (1, 2, whole[3:])).value
+    assert right is not None and torch.equal(right, whole)
+    assert "its shard is (3,)" in held((0, 2, whole[:2]), (1, 2, whole[2:])).problem
+    assert "no rank has 3 of its 5" in held((1, 2, whole[3:])).problem
+    overlap = held((0, 2, whole[:3]), (0, 1, whole))
     assert "others that none has" in overlap.problem
-    copies = put_together("w", *held((0, 1, whole), (0, 1, whole + 0.0), (0, 1, whole * (1 + 2.0**-23))))
+    copies = held((0, 1, whole), (0, 1, whole + 0.0), (0, 1, whole * (1 + 2.0**-23)))
     assert copies.copies == 2 and [(u.first, u.other) for u in copies.unequal] == [(0, 2)]
-    assert put_together("w", *held((0, 1, torch.tensor([0.0] * 5)), (0, 1, torch.tensor([-0.0] * 5)))).unequal
+    assert held((0, 1, torch.tensor([0.0] * 5)), (0, 1, torch.tensor([-0.0] * 5))).unequal
 
 
-def _value(given: tuple[list[RankTraining], dict[int, Tensor | None]]) -> Tensor:
-    found = put_together("w", *given).value
-    assert found is not None
-    return found
+def test_pieces_are_judged_beside_the_whole_tensor() -> None:
+    right = torch.tensor([1e3, 1e3, 1e3, 2e-9, 1.0])
+    near, wrong = torch.tensor([1e-9, 1.0]), torch.tensor([float("nan"), 1.0])
+    assert held((0, 2, right[:3]), (1, 2, near)).apart(right, 0.0)[1].relative < 1e-11
+    assert [gap.relative for gap in held((0, 2, right[:3]), (1, 2, wrong)).apart(right, 0.0).values()] == [0.0, inf]
 
 
 # -- the ways to ask --------------------------------------------------------------------------------------------------

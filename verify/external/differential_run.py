@@ -13,15 +13,17 @@ import torch
 from torch import nn
 
 from nnscaler.errors import NnscalerError
+from nnscaler.runtime.tensor_difference import FLOAT64_BOUND, difference
 from verify.external.comparison.compare import compare
 from verify.external.comparison.comparison_records import ComparisonResult, ProgramRun
 from verify.external.comparison.findings import findings
 from verify.external.comparison.localise import FirstDifference, first_differences, traced_model, traced_rank
 from verify.external.comparison.micro_batch_reference import micro_means
-from verify.external.comparison.reference_rounding_noise import Noise, measure
+from verify.external.comparison.reference_rounding_noise import measure
 from verify.external.comparison.repair import Repair, repair_of
 from verify.external.comparison.replicas_under_dropout import NAME as COPIES
 from verify.external.comparison.replicas_under_dropout import draws, draws_beside_dropout, unequal, unequal_losses
+from verify.external.comparison.replicas_under_dropout import finding as of_dropout
 from verify.external.observe_rank_run import RankRecord, observe
 from verify.external.program import ExternalProgram
 from verify.external.ranks.run import RankRun, RanksFailed, run_ranks, run_ranks_isolated
@@ -30,7 +32,7 @@ from verify.external.unequal_label_counts import NAME as LABELS
 from verify.external.unequal_label_counts import unequal_labels
 from verify.results.finding import Finding
 from verify.results.report import Check
-from verify.results.tolerance import FLOAT64_BOUND, difference
+from verify.results.tolerance import Tolerance
 from verify.results.verdict import Verdict
 
 T = TypeVar("T")
@@ -115,7 +117,7 @@ class ExternalCase:
         return run_ranks_isolated if self.how.isolate and self.how.executor == "simulator" else run_ranks
 
     def compare(
-        self, records: tuple[RankRecord, ...], tolerance: Noise
+        self, records: tuple[RankRecord, ...], tolerance: Tolerance
     ) -> tuple[ProgramRun, tuple[ComparisonResult, ...]]:
         """Compare the records with the oracle."""
         piece, parts = piece_of_step(self.program, self.model, self.truth), data_parts(self.program)
@@ -155,12 +157,12 @@ class ExternalCase:
         self, records: tuple[RankRecord, ...], narrow: torch.dtype
     ) -> tuple[ProgramRun, tuple[ComparisonResult, ...]]:
         exact = self.reference.dtype == torch.float64
-        run, compared = self.compare(records, Noise() if exact else self._noise(narrow))
+        run, compared = self.compare(records, Tolerance() if exact else self._noise(narrow))
         if exact and any(result.differences for result in compared):
             run, compared = self.compare(records, self._noise(narrow))  # an ill-conditioned model
         return run, compared
 
-    def _noise(self, narrow: torch.dtype) -> Noise:
+    def _noise(self, narrow: torch.dtype) -> Tolerance:
         return measure(self.program, self.model, self.truth, narrow)
 
     def explained(
@@ -199,15 +201,12 @@ class ExternalCase:
         both = unequal(ran.results), unequal_losses(ran.results, known, parts)
         count, wrong = sum(compared for compared, _ in both), [one for _, told in both for one in told]
         found = tuple(
-            Finding(
-                "random_numbers_differ",
+            of_dropout(
                 f"copies of {one.name} on ranks {one.ranks[0]} and {one.ranks[1]} get other gradients with dropout on"
                 if one.name
                 else f"the losses of ranks {one.ranks[0]} and {one.ranks[1]}, of the same rows, differ with dropout on",
                 self.program.where,
-                {"relative difference": f"{one.relative:.3g}", "cause": "random_numbers"},
-                "ranks that hold copies and see the same rows do not drop the same elements",
-                "seed the ranks of one data part alike before they draw for copies",
+                {"relative difference": f"{one.relative:.3g}"},
             )
             for one in wrong[:1]
         )
@@ -292,7 +291,7 @@ class ExternalCase:
             return None
         return next(iter(first_differences(self.program, self.reference, right, ranks.results)), None)
 
-    def _mends(self, repair: Repair, tolerance: Noise) -> bool:
+    def _mends(self, repair: Repair, tolerance: Tolerance) -> bool:
         """Return whether the program with the repair passes every comparison."""
         case = replace(self, program=repair.applied(self.program, self.truth.lookup()))
         try:

@@ -3,7 +3,6 @@ after each step, by the addresses of the plain model's elements."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from nnscaler.errors import NnscalerError, few
-from nnscaler.tracing.float64_run import run_backward
-from verify.external.parameter_mapping import Kind, Lookup, RankPiece, local_value, match, state_of
+from nnscaler.tracing.export.module_copies import copied_with_hooks
+from verify.external.parameter_mapping import Lookup, RankPiece, local_value, match
 from verify.external.program import Batch, ExternalProgram
 from verify.external.ranks.call_sites import in_phase
 from verify.external.ranks.torch_private_trace import watch_redistributions
@@ -28,11 +27,13 @@ from verify.external.reference import (
     coordinates,
     copied,
     data_part,
+    finish_backward,
     part_of,
     tensors_of,
 )
 from verify.external.torchrun.cuda_on_cpu import OnCpu
 from verify.external.untrained_copies import without_copies
+from verify.programs.reference.eager import Kind, state_of
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ def parallelised(
     program: ExternalProgram, model: nn.Module, dtype: torch.dtype, dropout: bool = False
 ) -> Iterator[Any]:
     """Parallelise a copy of the plain model on this rank; while open, it computes in the dtype."""
-    mine = copy.deepcopy(model)
+    mine = copied_with_hooks(model)
     torch.manual_seed(0)
     with computing_in(mine, dtype, dropout):
         pass  # the copy is converted for good
@@ -179,9 +180,8 @@ def run_step(program: ExternalProgram, made: Any, batch: Batch, number: int = 0)
     """Run forward and backward, and return what `step` returned."""
     with in_phase(phase_of_step("forward", number)):
         loss = program.step(made, batch)
-    if isinstance(loss, Tensor) and loss.requires_grad and not _has_gradients(made):
-        with in_phase(phase_of_step("backward", number)):
-            run_backward(loss, torch.ones_like(loss))
+    with in_phase(phase_of_step("backward", number)):
+        finish_backward(loss, (p for part in modules_of(made) for p in part.parameters()))
     return loss
 
 
@@ -213,10 +213,6 @@ def changed(before: Mapping[str, Tensor | None], after: Mapping[str, Tensor | No
     return {name: late for name, (one, late) in pairs.items() if one is None or not torch.equal(one, late)}
 
 
-def _has_gradients(made: Any) -> bool:
-    return any(p.grad is not None for part in modules_of(made) for p in part.parameters())
-
-
 def local_gradient(parameter: Tensor) -> Tensor | None:
     """Return a copy of the local gradient, laid out as the parameter is: operators of DTensor choose other layouts."""
     gradient: Any = parameter.grad
@@ -227,7 +223,7 @@ def local_gradient(parameter: Tensor) -> Tensor | None:
             gradient = gradient.full_tensor()
         elif gradient.placements != parameter.placements:
             gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
-    return local_value(gradient).clone()
+    return local_value(gradient.to_dense()).clone()
 
 
 def _clip(program: ExternalProgram, made: Any) -> Tensor | None:

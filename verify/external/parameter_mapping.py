@@ -17,18 +17,19 @@ what has neither is unmatched, and nothing is decided about it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from nnscaler.runtime.tensor_bits import bits_of
+from nnscaler.runtime.tensor_bits import as_real, bits_of
+from nnscaler.runtime.tensor_difference import FILL, family_scale
+from verify.programs.reference.eager import Kind, state_of
 
-Kind = Literal["parameter", "buffer"]
 Addresses = range | Tensor  # a run of addresses, or one for each element of the local tensor, flattened
 _WRAPPERS = frozenset(
     ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_flat_param", "parametrizations")
@@ -82,6 +83,17 @@ class StateMap:
                 whole[start : start + len(real)] = real.to("cpu", torch.float64)
         return whole
 
+    @cached_property
+    def parameters(self) -> range:
+        """Return the addresses of all parameters: those of buffers lie behind them."""
+        return range(next((self.starts[name] for name in self.names if self.kinds[name] == "buffer"), self.size))
+
+    def family_scale(self, kind: str, values: Tensor) -> float:
+        """Return the scale of gradients or of parameters, given over all addresses; buffers have none in common."""
+        if kind == "buffer":
+            return 0.0
+        return family_scale([values]) if kind == "gradient" else family_scale([taken(values, self.parameters)], FILL)
+
     def whole(self, name: str) -> range:
         """Return the addresses of a tensor of the plain model."""
         return range(self.starts[name], self.starts[name] + self.shapes[name].numel())
@@ -104,14 +116,6 @@ class StateMap:
             if self.shapes[name].numel():
                 groups.setdefault(start, []).append(name)
         return {names[0]: tuple(names) for names in groups.values() if len(names) > 1}
-
-
-def state_of(module: nn.Module) -> Iterator[tuple[str, Tensor, Kind]]:
-    """Yield every parameter, then every buffer, by each of its names."""
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        yield name, parameter, "parameter"
-    for name, buffer in module.named_buffers(remove_duplicate=False):
-        yield name, buffer, "buffer"
 
 
 @dataclass(frozen=True)
@@ -173,14 +177,8 @@ class Lookup:
     def of(space: StateMap, values: Mapping[str, Tensor]) -> Lookup:
         """Sort the parameters' values."""
         flat = space.flat(values)
-        inside = torch.zeros(space.size, dtype=torch.bool)
-        for name in space.names:
-            if space.kinds[name] == "parameter":
-                whole = space.whole(name)
-                inside[whole.start : whole.stop] = True
-        candidates = inside.nonzero().flatten()
-        ordered, order = torch.sort(flat[candidates], stable=True)
-        return Lookup(space, flat, ordered, candidates[order])
+        ordered, order = torch.sort(taken(flat, space.parameters), stable=True)
+        return Lookup(space, flat, ordered, order)
 
     def by_value(self, values: Tensor) -> tuple[Tensor, float]:
         """Return an address for each value, and the share of them that the model has in one place; others get any.
@@ -216,11 +214,6 @@ class Lookup:
 def clean_name(name: str) -> str:
     """Drop the parts that wrappers add: `module.`, `_orig_mod.`, ..."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
-def as_real(tensor: Tensor) -> Tensor:
-    """Return a complex tensor as pairs of real numbers, in one more dim; others as they are."""
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def local_value(tensor: Any) -> Tensor:
@@ -333,7 +326,7 @@ def _piece(
     if not found and addresses is not None:
         found = "given" if kind == "parameter" else "layout"
         if kind == "parameter":
-            _give(tensor, addresses, lookup)
+            give(tensor, lookup.start, addresses)
     names = () if addresses is None else space.names_at(addresses)
     moved = found == "value" and len(names) == 1 and _equal(claimed(tensor, names[0], space), addresses)
     shape, words, trained = tuple(value.shape), layout_words(tensor), tensor.requires_grad
@@ -360,7 +353,8 @@ def _agrees(value: Tensor, addresses: Addresses, lookup: Lookup) -> bool:
     return torch.equal(value.reshape(-1), taken(lookup.start, addresses).to(value.dtype))
 
 
-def _give(tensor: Tensor, addresses: Addresses, lookup: Lookup) -> None:
+def give(tensor: Tensor, whole: Tensor, addresses: Addresses) -> None:
+    """Give a tensor the values that a tensor over all addresses has for its elements."""
     with torch.no_grad():
         target = local_value(tensor)
-        target.copy_(taken(lookup.start, addresses).to(target.dtype).view(target.shape))
+        target.copy_(taken(whole, addresses).to(target.dtype).view(target.shape))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -14,13 +13,20 @@ import torch
 from torch import Tensor, nn
 
 from nnscaler.errors import NnscalerError
-from nnscaler.runtime.training.gradients.unshare_gradient_memory import separate_gradients
+from nnscaler.runtime.tensor_difference import is_finite
+from nnscaler.tracing.export.module_copies import copied_with_hooks
 from nnscaler.tracing.export.user_source_locations import model_errors
-from nnscaler.tracing.float64_run import convert_floats, exact, run_backward, without_dropout
-from verify.external.parameter_mapping import Lookup, StateMap, as_real, state_of
+from nnscaler.tracing.float64_run import convert_floats, exact, exact_dtype, run_backward, without_dropout
+from verify.external.parameter_mapping import Lookup, StateMap, give
 from verify.external.program import Batch, ExternalProgram
 from verify.external.torchrun.cuda_on_cpu import OnCpu
-from verify.programs.reference.eager import choose_learning_rate, logical_state, randomise_parameters
+from verify.programs.reference.eager import (
+    choose_learning_rate,
+    logical_state,
+    randomise_parameters,
+    settle_gradients,
+    state_of,
+)
 
 Buffers = dict[str, Tensor]
 _told = partial(model_errors, "the plain model itself raises on `batch()`")
@@ -98,8 +104,8 @@ def part_of(batch: Batch, index: int, parts: int) -> Batch:
 
 
 def copied(batch: Batch, dtype: torch.dtype) -> Batch:
-    """Return a copy in which floating-point tensors have the dtype of the run."""
-    return map_batch(batch, lambda t: t.to(dtype, copy=True) if t.is_floating_point() else t.clone())
+    """Return a copy in which floating-point and complex tensors have the dtype of the run."""
+    return map_batch(batch, lambda t: t.to(exact_dtype(t.dtype, dtype), copy=True))
 
 
 def data_part(program: ExternalProgram, coordinate: Mapping[str, int]) -> tuple[int, int]:
@@ -192,7 +198,7 @@ def run_reference(
 ) -> PlainReference:
     """Train a copy of the plain model on the whole batch. Raises NnscalerError `model_raised`, `no_gradient`,
     `reference_not_finite`."""
-    model = copy.deepcopy(model)
+    model = copied_with_hooks(model)
     step_of = program.reference_step or program.step
     parts = data_parts(program)
     rows: list[ReferenceStep] = []
@@ -203,7 +209,6 @@ def run_reference(
         for number in range(steps):
             whole = batch_of_step(batch, number)
             losses, statistics = _run_parts(program, step_of, model, whole, dtype, kept)
-            model.zero_grad(set_to_none=True)
             loss = _backward(program, step_of, model, whole, dtype)
             gradients = space.flat({n: p.grad for n, p in model.named_parameters(remove_duplicate=False)})
             if dtype == torch.float64:  # a narrower one may overflow where the program does as well
@@ -246,7 +251,7 @@ def _run_parts(
     for part in range(parts):
         left: list[Buffers] = []
         for before in ({}, kept[part]) if kept[part] else ({},):
-            mine = _copy_of(model)
+            mine = copied_with_hooks(model)
             _put_buffers(mine, before)
             loss = _part_loss(step_of, model, mine, whole, (part, parts), dtype)
             losses += [] if left else [loss]
@@ -281,7 +286,7 @@ def _part_loss(
         if error.code != "model_raised":
             raise
         with _told():  # it may be that the model does not run at all
-            step_of(_copy_of(model), copied(whole, dtype))
+            step_of(copied_with_hooks(model), copied(whole, dtype))
         cut = [tuple(a.shape) for a, b in zip(tensors_of(whole), tensors_of(rows), strict=True) if a.shape != b.shape]
         shapes = ", ".join(map(str, cut))
         help = (
@@ -292,56 +297,54 @@ def _part_loss(
         raise NnscalerError(error.code, error.message, error.where, help) from error
 
 
-def _copy_of(model: nn.Module) -> nn.Module:
-    """Return a copy without gradients. What a forward left on the model as a result of its graph is left out."""
-    model.zero_grad(set_to_none=True)
-    known: dict[int, Any] = {}
-    for module in model.modules():
-        for value in vars(module).values():
-            if isinstance(value, Tensor) and not value.is_leaf:
-                known[id(value)] = value.detach()
-    return copy.deepcopy(model, known)
-
-
 def _backward(program: ExternalProgram, step_of: Any, model: nn.Module, batch: Batch, dtype: torch.dtype) -> Tensor:
-    """Run forward and backward on the whole batch, or on its parts one after the other; return the loss.
+    """Run forward and backward on the whole batch, or on its parts one after the other; return the loss. Gradients are
+    the means over the parts.
 
     Each part begins with the same buffers, and those that the first one leaves stay.
     """
     parts = data_parts(program)
     pieces = [part_of(batch, i, parts) for i in range(parts)] if program.reference == "parts" else [batch]
     losses: list[Tensor] = []
+    means: dict[nn.Parameter, Tensor] = {}
     before, first = _buffers_of(model), Buffers()
     for piece in pieces:
         _put_buffers(model, before)
+        model.zero_grad(set_to_none=True)
         with _told():
             loss = step_of(model, copied(piece, dtype))
-            if isinstance(loss, Tensor) and loss.requires_grad and _no_gradient_yet(model, len(losses)):
-                run_backward(loss, torch.full_like(loss, 1.0 / len(pieces)))
-        separate_gradients(model.parameters())
+            finish_backward(loss, model.parameters())
+        settle_gradients(model)
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                share = parameter.grad / len(pieces)
+                means[parameter] = means[parameter] + share if parameter in means else share
         losses.append(_scalar(loss))
         first = first or _buffers_of(model)
     _put_buffers(model, first)
-    if all(p.grad is None for p in model.parameters()):
+    if not means:
         message = f"the loss of {program.name} depends on no parameter of the plain model that is trained"
         raise NnscalerError("no_gradient", message, program.where)
+    for parameter, gradient in means.items():
+        parameter.grad = gradient
     return torch.stack(losses).mean(0)
+
+
+def finish_backward(loss: Any, parameters: Iterable[nn.Parameter]) -> None:
+    """Run the backward pass where a step left it to its caller."""
+    if isinstance(loss, Tensor) and loss.requires_grad and all(p.grad is None for p in parameters):
+        run_backward(loss, torch.ones_like(loss))
 
 
 def _check_finite(program: ExternalProgram, number: int, loss: Tensor, model: nn.Module) -> None:
     """Check that a step of the plain model gives numbers. Raises NnscalerError `reference_not_finite`."""
-    wrong = [n for n, p in model.named_parameters() if p.grad is not None and bool(p.grad.isnan().all()) and p.numel()]
+    wrong = [n for n, p in model.named_parameters() if p.grad is not None and not is_finite(p.grad)]
     if bool(torch.isfinite(loss)) and not wrong:
         return
     named = f"the gradient of {wrong[0]}" if wrong and bool(torch.isfinite(loss)) else "the loss"
     message = f"{named} of the plain model of {program.name} is not finite in step {number}: nothing can be compared"
     where = program.batch_where or program.where
     raise NnscalerError("reference_not_finite", message, where, help="choose another `batch()`")
-
-
-def _no_gradient_yet(model: nn.Module, losses: int) -> bool:
-    """Return whether the step left the backward pass to its caller."""
-    return losses > 0 or all(p.grad is None for p in model.parameters())
 
 
 def _scalar(loss: Any) -> Tensor:
@@ -364,21 +367,24 @@ def piece_of_step(program: ExternalProgram, model: nn.Module, reference: PlainRe
     @cache
     def run(number: int, piece: int, pieces: int) -> tuple[Tensor, Tensor]:
         before = reference.steps[number - 1].parameters if number else space.flat(reference.start)
-        mine = copy.deepcopy(model)
+        mine = copied_with_hooks(model)
         with torch.random.fork_rng(devices=[]), computing_in(mine, reference.dtype):
-            with torch.no_grad():
-                for name, tensor, _ in state_of(mine):
-                    whole = space.whole(name)
-                    real = as_real(tensor.detach())
-                    real.copy_(before[whole.start : whole.stop].view(real.shape).to(real.dtype))
+            for name, tensor, _ in state_of(mine):
+                give(tensor, before, space.whole(name))
             rows = part_of(batch_of_step(reference.batch, number), piece, pieces)
             loss = step_of(mine, copied(rows, reference.dtype))
-            if isinstance(loss, Tensor) and loss.requires_grad and _no_gradient_yet(mine, 0):
-                run_backward(loss, torch.ones_like(loss))
+            finish_backward(loss, mine.parameters())
+            settle_gradients(mine)
             gradients = space.flat({n: p.grad for n, p in mine.named_parameters(remove_duplicate=False)})
             return _scalar(loss).double(), gradients
 
     return run
+
+
+def mean_over_pieces(run: PieceOfStep, step: int, pieces: int) -> tuple[Tensor, Tensor]:
+    """Return the means over equal pieces of the rows: of their losses, and of gradients over all addresses."""
+    losses, gradients = zip(*(run(step, piece, pieces) for piece in range(pieces)), strict=True)
+    return torch.stack(losses).mean(), torch.stack(gradients).mean(0)
 
 
 def mean_of(parts: Sequence[Tensor]) -> Tensor:

@@ -16,7 +16,6 @@ count: their program may rely on that.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -25,6 +24,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nnscaler.errors import NnscalerError
+from nnscaler.runtime.tensor_difference import difference
+from nnscaler.tracing.export.module_copies import copied_with_hooks
 from verify.external.program import Batch, ExternalProgram
 from verify.external.reference import (
     PlainReference,
@@ -32,12 +33,12 @@ from verify.external.reference import (
     copied,
     data_parts,
     map_batch,
+    mean_over_pieces,
     piece_of_step,
     row_count,
     run_reference,
     tensors_of,
 )
-from verify.results.tolerance import difference
 
 NAME = "unequal labels"
 _LOSSES = (torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_loss2d_forward.default)
@@ -147,13 +148,10 @@ class _Plain:
         piece = piece_of_step(self.program, self.model, truth)
         whole, whole_gradient = piece(0, 0, 1)
         try:
-            losses, gradients = zip(*(piece(0, part, self.parts) for part in range(self.parts)), strict=True)
+            loss, gradient = mean_over_pieces(piece, 0, self.parts)
         except Exception:  # noqa: BLE001 - whatever a model raises that takes no part of the batch
             return False
-        pairs = (
-            (torch.stack(losses).mean(), whole),
-            (torch.stack(gradients).mean(0).nan_to_num(0.0), whole_gradient.nan_to_num(0.0)),
-        )
+        pairs = ((loss, whole), (gradient.nan_to_num(0.0), whole_gradient.nan_to_num(0.0)))
         return any(difference(mean, right).relative > _UNEQUAL for mean, right in pairs)
 
 
@@ -191,7 +189,7 @@ class _Watch(TorchDispatchMode):
 
 def _indices_ignored(program: ExternalProgram, model: nn.Module, batch: Batch) -> tuple[int, ...]:
     """Run the plain model, and return each `ignore_index` of its cross entropies; () where it raises."""
-    mine, watch = copy.deepcopy(model), _Watch()
+    mine, watch = copied_with_hooks(model), _Watch()
     with torch.random.fork_rng(devices=[]), computing_in(mine, torch.float64), watch:
         try:
             (program.reference_step or program.step)(mine, copied(batch, torch.float64))

@@ -79,8 +79,6 @@ def prepare(request: PlanRequest, subject: PlanSubject, folder: Path, context: R
     built = {name: buffer.clone() for name, buffer in buffers}
     if runs:
         randomise_parameters(model, request.seed)
-    if runs and not request.exact:
-        _round_parameters(model, request.torch_dtype)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         traced, program, found, why = _compile(request, subject, model, folder, context)
@@ -184,14 +182,6 @@ def _search(
     planned = make(traced.graph, wanted_plan(request, source, request.rank_count, None))
     context.progress("search", time.perf_counter() - started, f"{planned.plan.describe()}: {planned.why}")
     return planned.plan, (f"the plan was {planned.why}",)
-
-
-def _round_parameters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Round the parameters: both sides start from the same values, so they must be values of the dtype."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.is_floating_point():
-                parameter.copy_(parameter.to(dtype))
 
 
 def _check_inputs(program: OpenedProgram, sample: SampleInputs) -> None:

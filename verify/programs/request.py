@@ -19,7 +19,7 @@ from verify.results.packed_json import WordKind
 from verify.results.request_token import RequestToken, RequestWords, Source
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 BACKENDS = ("simulator", "gloo", "nccl")
 PROCESS_LIMIT = 16  # more ranks than this run as threads: processes would only swap
@@ -85,14 +85,6 @@ class PlanRequest(CompileRequest):
         return replace(
             self, plan=None, plan_document=document, cluster=None, memory=None, constraints=None, profile=None
         )
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """The dtype of the run."""
-        import torch
-
-        found: torch.dtype = getattr(torch, self.dtype)
-        return found
 
 
 def check_values(request: PlanRequest) -> None:

@@ -20,6 +20,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.runtime.shards import logical_indices
 from nnscaler.runtime.stage_base_class import Input, Stage, sizes_in_time
+from nnscaler.runtime.tensor_difference import is_finite
 from verify.programs.checks.input_and_outcome import CheckOutcome, Comparison
 from verify.programs.checks.logical_tensors import holdings_of, results_of
 from verify.programs.execution.record_rank_steps import RankResult, Task, TrialTask
@@ -29,7 +30,7 @@ from verify.programs.reference.eager import Trajectory, logical_state, names_of,
 from verify.programs.request import PlanRequest
 from verify.programs.source_map import SourceMap
 from verify.results.report import Check
-from verify.results.tolerance import exact_tolerance, is_finite
+from verify.results.tolerance import Tolerance
 from verify.results.verdict import Verdict
 
 # A copy of the batch in which every piece, of a rank and a micro-batch, has another number of labels that count.
@@ -213,10 +214,7 @@ def make_task(
 ) -> Task:
     """Make the task of the ranks and write its files to `work`."""
     extra = beside or Beside()
-    # constants are the model's, as parameters and buffers are: those of the folder are compared with them apart
-    made = (prepared.program.state() or {}) if prepared.traced is None else prepared.traced.state
-    state = {**{name: tensor.detach() for name, tensor in made.items()}, **logical_state(prepared.model)}
-    save_tensors(state, work / "state.pt")
+    save_tensors(state_at_start(prepared), work / "state.pt")
     save_tensors(dict(prepared.sample.tensors), work / "batch.pt")
     return Task(
         str(prepared.program.path),
@@ -233,6 +231,13 @@ def make_task(
         checkpoint=str(work / "checkpoint") if extra.checkpoint else None,
         compiled=request.compile,
     )
+
+
+def state_at_start(prepared: Prepared) -> dict[str, Tensor]:
+    """Return the logical tensors that ranks start from. Constants are the model's, as parameters and buffers are: those
+    of the folder are compared with them apart."""
+    made = (prepared.program.state() or {}) if prepared.traced is None else prepared.traced.state
+    return {**{name: tensor.detach() for name, tensor in made.items()}, **logical_state(prepared.model)}
 
 
 def make_comparison(
@@ -252,7 +257,7 @@ def make_comparison(
         buffers,
         names,
         {**made, **used},
-        exact_tolerance(),
+        Tolerance(),
         request.steps if loss else 0,
         loss,
         places.of_tensor(loss),
@@ -260,7 +265,11 @@ def make_comparison(
     )
 
 
-def failed(failure: Failure, prepared: Prepared, seconds: float) -> CheckOutcome:
+def failed(
+    failure: Failure, prepared: Prepared, seconds: float, name: str = "program ran on every rank", prefix: str = ""
+) -> CheckOutcome:
+    """Return the check of a run that did not end."""
     refuted = int(failure.verdict is Verdict.REFUTED)
-    check = Check("program ran on every rank", failure.verdict, refuted, refuted, seconds)
-    return CheckOutcome(check, (finding_of(failure, prepared.program.path, SourceMap(prepared.graph)),))
+    finding = finding_of(failure, prepared.program.path, SourceMap(prepared.graph))
+    check = Check(name, failure.verdict, refuted, refuted, seconds)
+    return CheckOutcome(check, (replace(finding, message=f"{prefix}{finding.message}"),))

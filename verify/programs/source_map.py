@@ -10,6 +10,7 @@ from pathlib import Path
 from op_registry.spec import SourceLocation
 
 from nnscaler.ir.graph import Graph
+from nnscaler.runtime.training.observe_intermediate_tensors import assigned_names
 
 ModelLine = tuple[str, int, str]  # (file name without folder, line, text)
 _COMMENT = re.compile(r"^\s*# (?P<file>[^\s:]+\.py):(?P<line>\d+)(?: \((?P<module>[^)]*)\))?\s*(?P<text>.*)$")
@@ -71,7 +72,7 @@ def _assignments(
     for node in ast.walk(method):
         if not isinstance(node, ast.Assign):
             continue
-        names = tuple(n.id for target in node.targets for n in ast.walk(target) if isinstance(n, ast.Name))
+        names = assigned_names(*node.targets)
         reads = tuple(dict.fromkeys(_reads(node.value)))
         text = lines[node.lineno - 1].strip()
         found.append(Assignment(stage, method.name, names, reads, file, node.lineno, text, models[node.lineno - 1]))

@@ -1,4 +1,4 @@
-"""How far two tensors differ, and the bound on differences that float64 rounding can explain.
+"""The bound on differences that float64 rounding can explain, and how those that exceed it are judged.
 
 Lower precisions are judged by `verify.programs.low_precision`.
 
@@ -11,161 +11,46 @@ by rounding alone, and then nothing is decided.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import inf, isfinite
 
 import torch
-from torch import Tensor
 
+from nnscaler.runtime.tensor_difference import FLOAT64_BOUND
 from verify.results.verdict import Verdict
 
-# Measure the difference of two tensors, in one number.
-# The largest absolute difference, relative to the larger of the expected tensor's own largest value and 1e-3 of the
-# largest value of its whole family (all gradients, all parameters). The family matters: some gradients are exactly
-# zero in theory (the bias of attention keys) and 1e-17 of rounding noise in practice; relative to themselves they
-# never agree.
-
-# What fills masked places (-1e9, or the least number of a dtype) is no scale of what stands beside it: beyond FILL,
-# what is the same on both sides is left out.
-
-FAMILY_SHARE = 1e-3
-FILL = 1e6  # of what is as large as activations are
-
-
-@dataclass(frozen=True, slots=True)
-class TensorDifference:
-    """A comparison of two tensors; the worst element is the one of the largest absolute difference.
-
-    relative    the number above; inf where NaN, infinity or unequal shapes make a comparison pointless
-    absolute    difference at the worst element
-    index       of the worst element
-    expected    the right value there
-    actual      the value found there
-    mismatched  elements that differ at all
-    elements    elements that were compared
-    problem     "shape (2, 3) instead of (3, 2)", "not finite"; empty where the values were compared
-    """
-
-    relative: float
-    absolute: float = 0.0
-    index: tuple[int, ...] = ()
-    expected: float = 0.0
-    actual: float = 0.0
-    mismatched: int = 0  # elements that differ at all
-    elements: int = 0
-    problem: str = ""  # "shape (2, 3) instead of (3, 2)", "not finite"
-
-    def __str__(self) -> str:
-        if self.problem:
-            return self.problem
-        at = f" at {self.index}" if self.index else ""
-        return f"{self.actual:.10g} instead of {self.expected:.10g}{at}, relative difference {self.relative:.2g}"
-
-
-def family_scale(tensors: Iterable[Tensor | None]) -> float:
-    """Return the largest absolute value in all of these."""
-    return max((largest(t) for t in tensors if t is not None), default=0.0)
-
-
-def largest(tensor: Tensor) -> float:
-    """Return the largest absolute value, 0 for an empty tensor."""
-    values = tensor.detach()
-    values = values.byte() if values.dtype == torch.bool else values
-    return float(values.abs().max()) if tensor.numel() else 0.0
-
-
-def largest_finite(tensor: Tensor) -> float:
-    """Return the largest absolute value that is finite, 0 where there is none."""
-    return largest(tensor[torch.isfinite(tensor)])
-
-
-def largest_beside_fill(expected: Tensor, same: Tensor, fill: float = FILL) -> float:
-    """Return the largest finite absolute value, without those beyond `fill` that are the `same` in what is compared."""
-    values = expected.detach().abs()
-    return largest(values.where(torch.isfinite(values) & ~(same & (values > fill)), 0.0))
-
-
-def is_finite(tensor: Tensor) -> bool:
-    """Return whether no element is NaN or infinite."""
-    return not (tensor.is_floating_point() or tensor.is_complex()) or bool(torch.isfinite(tensor).all())
-
-
-def difference(actual: Tensor, expected: Tensor, scale: float = 0.0) -> TensorDifference:
-    """Measure how far `actual` is from `expected`. `scale`: that of the family of tensors."""
-    if actual.shape != expected.shape:
-        return TensorDifference(inf, problem=f"shape {tuple(actual.shape)} instead of {tuple(expected.shape)}")
-    if actual.numel() == 0:
-        return TensorDifference(0.0)
-    if actual.dtype == expected.dtype and torch.equal(actual, expected):
-        first = _numbers(expected.flatten()[:1]).flatten()[0].item()
-        return TensorDifference(0.0, 0.0, (0,) * actual.dim(), first, first, 0, actual.numel())
-    dtype = torch.complex128 if actual.is_complex() or expected.is_complex() else torch.float64
-    a, e = _numbers(actual.to(dtype)), _numbers(expected.to(dtype))
-    if not is_finite(a) and is_finite(e):
-        return TensorDifference(inf, inf, elements=a.numel(), problem=_not_finite(a))
-    same = (a == e) | (a.isnan() & e.isnan())
-    gap = torch.where(same, 0.0, (a - e).abs())
-    place = int(gap.argmax())
-    absolute = float(gap.flatten()[place])
-    reference = max(largest_beside_fill(e, same), FAMILY_SHARE * scale)
-    relative = 0.0 if absolute == 0 else absolute / reference if reference > 0 else inf
-    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), a.shape)) if a.dim() else ()
-    return TensorDifference(
-        relative if isfinite(relative) else inf,
-        absolute,
-        index,
-        float(e.flatten()[place]),
-        float(a.flatten()[place]),
-        int((gap != 0).sum()),
-        a.numel(),
-    )
-
-
-def _not_finite(tensor: Tensor) -> str:
-    count = int((~torch.isfinite(tensor)).sum())
-    if tensor.numel() == 1:
-        return f"{float(tensor)}"
-    return f"{count} of {tensor.numel()} values are NaN or infinite"
-
-
-def _numbers(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach().cpu()
-    return torch.view_as_real(tensor.resolve_conj()).double() if tensor.is_complex() else tensor.double()
-
-
-FLOAT64_BOUND = 1e-9
-CONDITION_FACTOR = 64.0
+AGREES = 8.0  # times the noise of a tensor: the largest of a few draws is rarely exceeded by so much
+UNDECIDED = 64.0
+LARGEST = 0.25  # that agrees: what ranks that do not work together differ by is larger, whatever the noise
 Key = tuple[str, int, str]  # (kind, step, name), such as ("gradient", 0, "head.weight")
 
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """`noise`: of each tensor, how far the reference moves; only measured when something exceeds the bound."""
+    """The differences that agree.
+
+    noise  relative difference that rounding makes, by tensor; in float64 measured where something exceeds the bound
+    unit   of rounding of the dtype
+    exact  in float64: within `bound` everything agrees, and nothing else does
+    """
 
     noise: Mapping[Key, float] = field(default_factory=dict)
-    bound: float = FLOAT64_BOUND
+    unit: float = torch.finfo(torch.float64).eps
+    exact: bool = True
+
+    @property
+    def bound(self) -> float:
+        """Return the difference that agrees without a measurement."""
+        return FLOAT64_BOUND if self.exact else AGREES * self.unit
 
     @property
     def level(self) -> Verdict:
-        """Return the verdict that agreement within the bound justifies."""
-        return Verdict.TESTED_EXACT
-
-    def allowed(self, key: Key) -> float:
-        """Return the largest relative difference that agrees; the same for every tensor."""
-        return self.bound
+        """Return the verdict on what agrees."""
+        return Verdict.TESTED_EXACT if self.exact else Verdict.TESTED_CALIBRATED
 
     def judge(self, key: Key, relative: float) -> Verdict:
         """Judge a difference: agrees, undecided or refuted."""
-        if relative <= self.bound:
+        noise = self.noise.get(key, 0.0)
+        if relative <= self.bound or (not self.exact and relative <= min(AGREES * noise, LARGEST)):
             return self.level
-        explained = CONDITION_FACTOR * self.noise.get(key, 0.0)
-        return Verdict.INCONCLUSIVE if relative <= explained else Verdict.REFUTED
-
-    def __str__(self) -> str:
-        return f"equal within {self.bound:g} of the largest value, a bound on float64 rounding"
-
-
-def exact_tolerance(noise: Mapping[Key, float] | None = None) -> Tolerance:
-    """Return the tolerance for float64."""
-    return Tolerance(noise or {})
+        return Verdict.INCONCLUSIVE if relative <= UNDECIDED * noise else Verdict.REFUTED

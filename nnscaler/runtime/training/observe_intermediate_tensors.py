@@ -46,18 +46,20 @@ class _Instrument(ast.NodeTransformer):
     def visit_Assign(self, node: ast.Assign) -> ast.AST | list[ast.stmt]:
         if not self._methods:
             return node
-        names = [name for target in node.targets for name in _names(target)]
-        return [node, *(_report(name, node) for name in names)]
+        return [node, *(_report(name, node) for name in assigned_names(*node.targets))]
 
 
-def _names(target: ast.expr) -> list[str]:
-    if isinstance(target, ast.Name):
-        return [target.id]
-    if isinstance(target, ast.Tuple | ast.List):
-        return [name for element in target.elts for name in _names(element)]
-    if isinstance(target, ast.Starred):
-        return _names(target.value)
-    return []
+def assigned_names(*targets: ast.expr) -> tuple[str, ...]:
+    """Return the variables that an assignment to these targets gives values to."""
+    found: list[str] = []
+    for target in targets:
+        if isinstance(target, ast.Name):
+            found.append(target.id)
+        elif isinstance(target, ast.Tuple | ast.List):
+            found += assigned_names(*target.elts)
+        elif isinstance(target, ast.Starred):
+            found += assigned_names(target.value)
+    return tuple(found)
 
 
 def _report(name: str, after: ast.stmt) -> ast.stmt:

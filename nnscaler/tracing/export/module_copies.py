@@ -43,6 +43,15 @@ def copied(module: nn.Module) -> nn.Module:
     Raises NnscalerError as `refuse_stored_hooks`, and "trace_failed" for such an object that holds tensors or modules.
     """
     refuse_stored_hooks(module)
+    return copied_with_hooks(module)
+
+
+def copied_with_hooks(module: nn.Module) -> nn.Module:
+    """Return a copy as `copied` does, of a module that may have hooks on gradients, which the copy has as well: torch
+    copies those of modules alone.
+
+    Raises NnscalerError "trace_failed" for an object that can neither be copied nor shared.
+    """
     known: dict[int, Any] = dict(_copied_memory(module))
     try:
         result = copy.deepcopy(module, known)
@@ -53,6 +62,13 @@ def copied(module: nn.Module) -> nn.Module:
         for name, value in list(vars(part).items()):
             if (new := _following(value, known)) is not value:
                 part.__dict__[name] = new
+    for old, own in zip(module.parameters(), result.parameters(), strict=True):
+        if not own.requires_grad:
+            continue
+        for hook in (old._backward_hooks or {}).values():
+            own.register_hook(_following(hook, known))
+        for hook in (getattr(old, "_post_accumulate_grad_hooks", None) or {}).values():
+            own.register_post_accumulate_grad_hook(_following(hook, known))
     return result
 
 

@@ -102,10 +102,13 @@ def _without_head(model: Any) -> torch.optim.Optimizer:
 @pytest.mark.long
 def test_an_update_that_is_wrong_is_told_and_not_the_gradients_of_the_step_after_it() -> None:
     wrong = replace(program(programs.replicated, dp=2), optimizer=_without_head)
-    (finding,) = verify_program(wrong, QUICK).findings
+    report = verify_program(wrong, QUICK)
+    (finding,) = report.findings
     assert (finding.code, finding.counter_example["step"]) == ("parameter_differs", "0")
     assert finding.counter_example["cause"] == "not_updated"
     assert "head" in finding.message
+    passed = [check for check in report.checks if check.verdict.passes and check.detail.startswith("worst")]
+    assert passed and all(float(check.detail.rpartition(" ")[2]) < 1e-9 for check in passed)
 
 
 class Normed(programs.Net):

@@ -19,10 +19,10 @@ from torch.utils.checkpoint import checkpoint
 from nnscaler.errors import NnscalerError
 from tests.verify.external import programs
 from tests.verify.external.programs import program
-from verify.external.comparison.reference_rounding_noise import Noise
 from verify.external.differential_run import ExternalSettings
 from verify.external.ranks.keep_float64_in_backward import exact_throughout
 from verify.external.verify import verify_program
+from verify.results.tolerance import Tolerance
 from verify.results.verdict import Verdict
 
 POLICY = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.bfloat16)
@@ -58,7 +58,7 @@ def test_wrong_gradients_under_mixed_precision_have_their_factor() -> None:
 def test_noise_explains_no_gradient_that_is_missing(relative: float, verdict: Verdict) -> None:
     """Where choices among near values make a model chaotic in bfloat16, zeros would be within a few times its noise."""
     key = ("gradient", 0, "router.weight")
-    assert Noise({key: 0.3}, torch.finfo(torch.bfloat16).eps, exact=False).judge(key, relative) is verdict
+    assert Tolerance({key: 0.3}, torch.finfo(torch.bfloat16).eps, exact=False).judge(key, relative) is verdict
 
 
 def test_a_policy_is_its_authors_outside_of_float64() -> None:

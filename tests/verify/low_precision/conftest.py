@@ -25,7 +25,7 @@ from verify.programs.execution.record_rank_steps import Entry, RankResult, role_
 from verify.programs.low_precision import NoiseRow, low_precision_outcomes
 from verify.programs.opened_program import OpenedProgram, open_program
 from verify.programs.reference.eager import Trajectory, logical_state, names_of, randomise_parameters, run_reference
-from verify.results.tolerance import exact_tolerance
+from verify.results.tolerance import Tolerance
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Case:
         results = Simulator(self.program.ranks).run(rank)
         parameters, buffers = holdings_of(load_role(self.program.path / f) for f in self.program.role_files)
         names, steps = names_of(self.model), len(self.reference.losses)
-        return Comparison(self.reference, tuple(results), parameters, buffers, names, {}, exact_tolerance(), steps)
+        return Comparison(self.reference, tuple(results), parameters, buffers, names, {}, Tolerance(), steps)
 
     def outcomes(self, *dtypes: str) -> tuple[list[CheckOutcome], tuple[NoiseRow, ...]]:
         return low_precision_outcomes(self.seed, self, self.reference, dtypes, self.run, self.progress)

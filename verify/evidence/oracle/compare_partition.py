@@ -24,6 +24,7 @@ from nnscaler.ir.placement import Choice
 from nnscaler.layout import Partial, Prefix, Sharded, State, gradient_state
 from nnscaler.runtime.communication.communicator import CommunicationError, Communicator
 from nnscaler.runtime.communication.simulator import Simulator
+from nnscaler.runtime.tensor_difference import TensorDifference, difference, family_scale, largest
 from verify.evidence.inputs.concrete_call import function_of, outputs_of, plain_of, with_tensors
 from verify.evidence.inputs.operand_shards import Lay, gather, groups_of, lay_of, local_shape, ranks_of, spread
 from verify.evidence.oracle.run_random_operators import random_arguments
@@ -31,7 +32,6 @@ from verify.evidence.oracle.run_whole_operator import WholeRun, as_leaves, gradi
 from verify.evidence.oracle.tolerance import Bound
 from verify.evidence.oracle.wrong_result_variants import Variant, variants_of
 from verify.evidence.verify_op_options import Safeguards
-from verify.results.tolerance import TensorDifference, difference, family_scale, largest
 
 AXES = ("shards", "groups")
 

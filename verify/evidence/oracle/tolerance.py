@@ -17,8 +17,9 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from nnscaler.runtime.tensor_bits import as_real
+from nnscaler.runtime.tensor_difference import FAMILY_SHARE, is_finite, largest_beside_fill, largest_finite
 from verify.evidence.oracle.run_whole_operator import WholeRun
-from verify.results.tolerance import FAMILY_SHARE, is_finite, largest_beside_fill, largest_finite
 
 UNITS = 64.0  # the worst of 23,000 correct float64 cases was 14 units of the largest value
 NOISE_FACTOR = 16.0
@@ -53,8 +54,7 @@ class Bound:
 
     def _agree_beyond(self, a: Tensor, b: Tensor) -> bool:
         """Return whether infinities and NaNs stand in the same places, and finite values agree."""
-        if a.is_complex():
-            a, b = torch.view_as_real(a), torch.view_as_real(b)
+        a, b = as_real(a), as_real(b)
         finite = torch.isfinite(b)
         if not torch.equal(torch.isfinite(a), finite):
             return False

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from math import isnan
+from math import inf, isnan
 
 import torch
 from torch import Tensor
 
+from nnscaler.runtime.tensor_bits import as_real, same_values
+from nnscaler.runtime.tensor_difference import FAMILY_SHARE, FILL, difference, family_scale, largest
 from verify.external.comparison.comparison_records import ComparisonResult, Difference, ProgramRun
 from verify.external.comparison.losses_and_norms import compare_losses, compare_norms
 from verify.external.comparison.micro_batch_reference import MEAN_OF_MEANS, cause_by_micro_batches
 from verify.external.comparison.shared_elements import WrongGradient
 from verify.external.observe_rank_run import ObservedStep, RankRecord
-from verify.external.parameter_mapping import RankPiece, as_real, taken
+from verify.external.parameter_mapping import RankPiece, taken
 from verify.external.reference import PlainReference, data_part
 from verify.programs.causes.find_cause_of_wrong_tensor import cause_of
 from verify.programs.causes.wrong_tensor import VAGUE, Cause
-from verify.results.tolerance import FAMILY_SHARE, difference, largest, largest_finite
 from verify.results.verdict import Verdict
 
 
@@ -32,7 +33,10 @@ def compare(run: ProgramRun) -> tuple[ComparisonResult, ...]:
     losses = compare_losses(run, min(wrong, last), summed=wrong == steps)
     states = _states(run, "parameter", min(map(_first_refuted, (losses, gradients, norms))))
     updated = _first_refuted(states)
-    losses, gradients, norms = (_until(result, updated) for result in (losses, gradients, norms))
+    if updated < last:  # what later steps compute follows from its update
+        gradients = _gradients(run, updated)
+        losses = compare_losses(run, updated, summed=not gradients.differences)
+        norms = replace(norms, differences=tuple(d for d in norms.differences if d.step <= updated))
     others = [result for result in (states, _states(run, "buffer", _NEVER)) if result.count]
     return (_held(run), losses, gradients, norms, *others)
 
@@ -43,11 +47,6 @@ _NEVER = 1 << 30  # a step that no run reaches
 
 def _first_refuted(compared: ComparisonResult) -> int:
     return min((d.step for d in compared.differences if d.verdict is Verdict.REFUTED), default=_NEVER)
-
-
-def _until(compared: ComparisonResult, step: int) -> ComparisonResult:
-    """Leave out the differences of later steps."""
-    return replace(compared, differences=tuple(d for d in compared.differences if d.step <= step))
 
 
 # Which elements the ranks hold.
@@ -104,7 +103,7 @@ def _changed(reference: PlainReference, kind: str) -> Iterator[str]:
         if space.kinds[name] == kind and name in reference.start:
             after = taken(reference.steps[-1].parameters, space.whole(name))
             before = as_real(reference.start[name].detach()).flatten().to(after.dtype)
-            if not torch.equal(before, after):
+            if not same_values(before, after):
                 yield name
 
 
@@ -116,7 +115,7 @@ def _gradients(run: ProgramRun, last: int) -> ComparisonResult:
     found: list[Difference] = []
     count, worst, name = 0, 0.0, "gradients"
     for number, step in enumerate(run.reference.steps[: last + 1]):
-        scale = largest_finite(step.gradients)
+        scale = run.reference.space.family_scale("gradient", step.gradients)
         seen = [record.steps[number] for record in run.records]
         read = frozenset(name for one in seen for name in one.gradients if name not in one.unread)
         for record in run.records:
@@ -160,20 +159,20 @@ def _gradient(
             return None, 0.0
         cause = Cause("zero", "the parameter has no gradient on this rank")
         return Difference("gradient_missing", *key, Verdict.REFUTED, cause=cause, layout=piece.layout), 0.0
-    gap = difference(value.double(), expected, _scale(run, piece, run.reference.steps[number].gradients, scale))
+    gap = difference(value, expected, _scale(run, piece, run.reference.steps[number].gradients, scale, inf))
     verdict = _judge(run, ("gradient", number), piece, gap.relative)
     if verdict.passes:
         return None, gap.relative
-    code = "not_finite" if gap.problem and "NaN" in gap.problem else "gradient_differs"
+    code = "not_finite" if gap.not_finite else "gradient_differs"
     cause = _explain(run, number, record, piece, value) if not gap.problem else Cause("differs", gap.problem)
     numbers = (f"{gap.expected:.10g}", f"{gap.actual:.10g}")
     return Difference(code, *key, verdict, gap.relative, *numbers, cause, piece.layout), gap.relative
 
 
-def _scale(run: ProgramRun, piece: RankPiece, values: Tensor, family: float) -> float:
+def _scale(run: ProgramRun, piece: RankPiece, values: Tensor, family: float, fill: float) -> float:
     """Return the scale that makes a difference relative to the whole tensors: a shard itself may be small."""
     space = run.reference.space
-    whole = max((largest_finite(taken(values, space.whole(name))) for name in piece.names), default=0.0)
+    whole = family_scale((taken(values, space.whole(name)) for name in piece.names), fill)
     return max(family, whole / FAMILY_SHARE)
 
 
@@ -252,7 +251,7 @@ def _states(run: ProgramRun, kind: str, last: int) -> ComparisonResult:
     count, worst = 0, 0.0
     code = f"{kind}_differs"
     for number, step in enumerate(run.reference.steps[:last]):
-        scale = largest_finite(step.parameters) if kind == "parameter" else 0.0
+        scale = run.reference.space.family_scale(kind, step.parameters)
         for record in run.records:
             for piece in _compared(record, kind):
                 value = record.steps[number].state.get(piece.local)
@@ -261,7 +260,7 @@ def _states(run: ProgramRun, kind: str, last: int) -> ComparisonResult:
                 count += 1
                 gap, expected = min(
                     (
-                        (difference(value.double(), right, _scale(run, piece, step.parameters, scale)), right)
+                        (difference(value, right, _scale(run, piece, step.parameters, scale, FILL)), right)
                         for right in _right_states(run, number, record, piece)
                     ),
                     key=lambda found: found[0].relative,

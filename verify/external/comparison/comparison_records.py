@@ -9,12 +9,12 @@ from functools import cached_property
 from torch import Tensor
 
 from verify.external.comparison.micro_batch_reference import MicroMeans
-from verify.external.comparison.reference_rounding_noise import Noise
 from verify.external.observe_rank_run import RankRecord
 from verify.external.program import ExternalProgram
 from verify.external.reference import PlainReference
 from verify.programs.causes.wrong_tensor import Cause, WrongTensor
 from verify.results.report import Check
+from verify.results.tolerance import Tolerance
 from verify.results.verdict import Verdict, merge
 
 PartGradients = Callable[[int, int], Tensor]  # step and data part -> gradients over all addresses
@@ -32,7 +32,7 @@ class ProgramRun:
     program: ExternalProgram
     reference: PlainReference
     records: tuple[RankRecord, ...]
-    tolerance: Noise
+    tolerance: Tolerance
     part_gradients: PartGradients
     micro_means: MicroMeans = lambda step: iter(())
 

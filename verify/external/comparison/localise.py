@@ -14,7 +14,6 @@ the model's gradient and so has `up`'s: nothing is found there.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +24,8 @@ from torch.distributed.tensor import DTensor
 
 from op_registry.call import instances_in
 
+from nnscaler.runtime.tensor_difference import difference
+from nnscaler.tracing.export.module_copies import copied_with_hooks
 from verify.external.observe_rank_run import modules_of, parallelised, rows_of, run_step
 from verify.external.parameter_mapping import clean_name, local_value
 from verify.external.program import ExternalProgram
@@ -37,7 +38,6 @@ from verify.external.reference import (
     data_part,
     row_count,
 )
-from verify.results.tolerance import difference
 
 _CLOSE = {torch.float64: 1e-7, torch.float32: 1e-4}  # relative; in narrower dtypes rounding hides too much
 _LARGEST = 1 << 22  # elements of a tensor that is kept
@@ -84,7 +84,7 @@ class FirstDifference:
 
 def traced_model(program: ExternalProgram, model: nn.Module, reference: PlainReference) -> StepResults:
     """Run the plain model for one step, and keep what its modules return."""
-    mine = copy.deepcopy(model)
+    mine = copied_with_hooks(model)
     step = program.reference_step or program.step
     plain = ExternalProgram(program.name, program.model, program.batch, lambda m, mesh: m, program.mesh, step=step)
     with torch.random.fork_rng(devices=[]), computing_in(mine, reference.dtype), _recorded([mine]) as seen:

@@ -9,12 +9,12 @@ from itertools import chain, combinations
 import torch
 from torch import Tensor
 
+from nnscaler.runtime.tensor_difference import difference
 from verify.external.comparison.comparison_records import ComparisonResult, Difference, ProgramRun
 from verify.external.comparison.micro_batch_reference import MEAN_OF_MEANS, cause_by_micro_batches
 from verify.external.reference import data_part, mean_of
 from verify.programs.causes.find_cause_of_wrong_tensor import cause_of
 from verify.programs.causes.wrong_tensor import CLOSE, VAGUE, Cause
-from verify.results.tolerance import difference
 from verify.results.verdict import Verdict
 
 # Losses.

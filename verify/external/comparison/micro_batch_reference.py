@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import cache
 
-import torch
 from torch import Tensor
 
 from nnscaler.errors import NnscalerError
 from verify.external.program import ExternalProgram
-from verify.external.reference import PieceOfStep, PlainReference, data_parts, row_count
+from verify.external.reference import PieceOfStep, PlainReference, data_parts, mean_over_pieces, row_count
 from verify.programs.causes.wrong_tensor import Cause
 
 MicroMeans = Callable[[int], Iterator[tuple[int, Tensor, Tensor]]]
@@ -34,12 +33,10 @@ def micro_means(program: ExternalProgram, reference: PlainReference, run: PieceO
 
     @cache
     def mean(step: int, count: int) -> tuple[Tensor, Tensor] | None:
-        pieces = parts * count
         try:
-            losses, gradients = zip(*(run(step, piece, pieces) for piece in range(pieces)), strict=True)
+            return mean_over_pieces(run, step, parts * count)
         except (NnscalerError, RuntimeError, ValueError, TypeError, IndexError):
             return None
-        return torch.stack(losses).mean(), torch.stack(gradients).mean(0)
 
     def means(step: int) -> Iterator[tuple[int, Tensor, Tensor]]:
         for count in counts:

@@ -9,52 +9,22 @@ last place, sums taken in another order, and choices among nearly equal values m
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
+from nnscaler.runtime.tensor_difference import difference
 from verify.external.program import ExternalProgram
 from verify.external.reference import PlainReference, run_reference
 from verify.programs.low_precision.noise import NearTies, moved_model, rounded_model
 from verify.programs.low_precision.reassociation_mode import Reassociated
-from verify.results.tolerance import FLOAT64_BOUND, Key, difference, largest_finite
-from verify.results.verdict import Verdict
+from verify.results.tolerance import Key, Tolerance
 
 DRAWS = 3  # runs with moved parameters
 PARTS = (2, 3, 4)  # in which a sum may be computed
-AGREES = 8.0  # times the noise of a tensor: the largest of a few draws is rarely exceeded by so much
-UNDECIDED = 64.0
-LARGEST = 0.25  # that agrees: what ranks that do not work together differ by is larger, whatever the noise
-
-
-@dataclass(frozen=True)
-class Noise:
-    """A tolerance for a narrower dtype, or for an ill-conditioned model.
-
-    noise  relative difference that rounding makes, by tensor
-    unit   of rounding of the dtype
-    exact  in float64: within `bound` everything agrees, and nothing else does
-    """
-
-    noise: Mapping[Key, float] = field(default_factory=dict)
-    unit: float = torch.finfo(torch.float64).eps
-    exact: bool = True
-
-    @property
-    def bound(self) -> float:
-        """Return the difference that agrees without a measurement."""
-        return FLOAT64_BOUND if self.exact else AGREES * self.unit
-
-    def judge(self, key: Key, relative: float) -> Verdict:
-        """Judge a difference: agrees, undecided or refuted."""
-        level = Verdict.TESTED_EXACT if self.exact else Verdict.TESTED_CALIBRATED
-        noise = self.noise.get(key, 0.0)
-        if relative <= self.bound or (not self.exact and relative <= min(AGREES * noise, LARGEST)):
-            return level
-        return Verdict.INCONCLUSIVE if relative <= UNDECIDED * noise else Verdict.REFUTED
 
 
 def rounded(model: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -62,14 +32,19 @@ def rounded(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return model if dtype == torch.float64 else rounded_model(model, dtype)
 
 
-def measure(program: ExternalProgram, model: nn.Module, truth: PlainReference, dtype: torch.dtype) -> Noise:
+def measure(program: ExternalProgram, model: nn.Module, truth: PlainReference, dtype: torch.dtype) -> Tolerance:
     """Measure the noise of `dtype` around `truth`, which is float64 from the same values."""
-    exact = dtype == torch.float64
+    noise = largest_distances(_draws(program, model, truth, dtype))
+    return Tolerance(noise, torch.finfo(dtype).eps, exact=dtype == torch.float64)
+
+
+def largest_distances(runs: Iterable[tuple[PlainReference, PlainReference]]) -> dict[Key, float]:
+    """Return how far each tensor of a run is at most from the same one of the run beside it."""
     noise: dict[Key, float] = {}
-    for run, right in _draws(program, model, truth, dtype):
-        for key, value in distances(run, right):
+    for run, right in runs:
+        for key, value in _distances(run, right):
             noise[key] = max(noise.get(key, 0.0), value)
-    return Noise(noise, torch.finfo(dtype).eps, exact)
+    return noise
 
 
 def _draws(
@@ -103,7 +78,7 @@ def _draws(
                 yield run(how, moved, dtype), right
 
 
-def distances(run: PlainReference, truth: PlainReference) -> Iterator[tuple[Key, float]]:
+def _distances(run: PlainReference, truth: PlainReference) -> Iterator[tuple[Key, float]]:
     """Yield how far each tensor of a run is from the same one of another run."""
     space = truth.space
     for number, (found, right) in enumerate(zip(run.steps, truth.steps, strict=True)):
@@ -112,13 +87,13 @@ def distances(run: PlainReference, truth: PlainReference) -> Iterator[tuple[Key,
             yield ("norm", number, ""), difference(found.norm.double(), right.norm.double()).relative
         families = (("gradient", found.gradients, right.gradients), ("parameter", found.parameters, right.parameters))
         for kind, a, b in families:
-            scale = largest_finite(b)
+            scale = space.family_scale(kind, b)
             for name in space.names:
                 whole = space.whole(name)
                 if len(whole):
                     one, two = _finite(a[whole.start : whole.stop]), _finite(b[whole.start : whole.stop])
-                    what = "buffer" if kind == "parameter" and space.kinds[name] == "buffer" else kind
-                    yield (what, number, name), difference(one, two, scale if what != "buffer" else 0.0).relative
+                    what = space.kinds[name] if kind == "parameter" else kind
+                    yield (what, number, name), difference(one, two, 0.0 if what == "buffer" else scale).relative
 
 
 def _finite(values: Tensor) -> Tensor:

@@ -8,19 +8,22 @@ depend on the rank drop other elements on each of them: the losses differ, and s
 
 from __future__ import annotations
 
-import copy
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from op_registry.spec import SourceLocation
+
+from nnscaler.runtime.tensor_difference import difference, family_scale
+from nnscaler.tracing.export.module_copies import copied_with_hooks
 from nnscaler.tracing.float64_run import exact
 from verify.external.observe_rank_run import RankRecord
 from verify.external.program import Batch, ExternalProgram
 from verify.external.reference import copied
-from verify.results.tolerance import difference, family_scale
+from verify.results.finding import Finding
 
 NAME = "copies with dropout"
 _CLOSE = 1e-7  # relative; in float64 copies are equal up to rounding
@@ -56,10 +59,22 @@ def draws_beside_dropout(program: ExternalProgram, model: nn.Module, batch: Batc
 
 
 def _loss(program: ExternalProgram, model: nn.Module, batch: Batch, dropout: bool) -> Tensor | None:
-    step, mine = program.reference_step or program.step, copy.deepcopy(model)
+    step, mine = program.reference_step or program.step, copied_with_hooks(model)
     with exact(mine, dropout=dropout, generators=True):
         loss = step(mine, copied(batch, torch.float64))
     return None if loss is None else loss.detach().clone()
+
+
+def finding(message: str, where: SourceLocation | None = None, facts: Mapping[str, str] | None = None) -> Finding:
+    """Return the finding on ranks that drop other elements."""
+    return Finding(
+        "random_numbers_differ",
+        message,
+        where,
+        {**(facts or {}), "cause": "random_numbers"},
+        "ranks that hold copies and see the same rows do not drop the same elements",
+        "seed the ranks of one data part alike before they draw for copies",
+    )
 
 
 def unequal_losses(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,9 +13,11 @@ import torch
 from torch import nn
 
 from nnscaler.errors import few
+from nnscaler.runtime.tensor_difference import FLOAT64_BOUND
+from nnscaler.tracing.export.module_copies import copied_with_hooks
 from nnscaler.tracing.float64_run import convert_floats
 from verify.external.differential_run import ExternalCase
-from verify.external.parameter_mapping import StateMap, as_real, state_of
+from verify.external.parameter_mapping import StateMap, give, taken
 from verify.external.ranks.run import RanksFailed
 from verify.external.saving.checkpoint_forms import forms_of, without_progress_bars
 from verify.external.saving.save_then_load import (
@@ -29,9 +30,9 @@ from verify.external.saving.save_then_load import (
     other_mesh,
     save_after_steps,
 )
+from verify.programs.reference.eager import state_of
 from verify.results.finding import Finding
 from verify.results.report import Check
-from verify.results.tolerance import FLOAT64_BOUND
 from verify.results.verdict import Verdict
 
 _RAISED = re.compile(r"^[A-Za-z_][\w.]*(Error|Exception): ?")  # the last line of a traceback
@@ -128,14 +129,12 @@ def _tried(case: ExternalCase, form: CheckpointForm, folder: Path) -> _Tried | N
 
 def _holding(model: nn.Module, space: StateMap, held: HeldValues, dtype: torch.dtype) -> nn.Module:
     """Return a copy of the plain model with what the ranks held: start values may have fewer bits than its dtype."""
-    mine = copy.deepcopy(model)
+    mine = copied_with_hooks(model)
     convert_floats(mine, dtype)
-    with torch.no_grad():
-        for name, tensor, _ in state_of(mine):
-            whole, real = space.whole(name), as_real(tensor.detach())
-            values = held.low[whole.start : whole.stop].view(real.shape)
-            if bool(values.isfinite().all()):
-                real.copy_(values.to(real.dtype))
+    for name, tensor, _ in state_of(mine):
+        whole = space.whole(name)
+        if bool(taken(held.low, whole).isfinite().all()):
+            give(tensor, held.low, whole)
     return mine
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,11 +17,13 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from nnscaler.runtime.tensor_difference import FILL, difference, family_scale
+from nnscaler.tracing.export.module_copies import copied_with_hooks
 from verify.external.observe_rank_run import modules_of
-from verify.external.parameter_mapping import StateMap, clean_name, state_of
+from verify.external.parameter_mapping import StateMap, clean_name
 from verify.external.program import ExternalProgram
 from verify.external.saving.save_then_load import CheckpointForm
-from verify.results.tolerance import difference, family_scale
+from verify.programs.reference.eager import state_of
 
 # torch.distributed.checkpoint
 
@@ -117,13 +118,13 @@ def _load_pretrained(program: ExternalProgram, made: Any, model: nn.Module, fold
 
 def _lost_alone(model: nn.Module, folder: Path) -> dict[str, float]:
     kind: Any = type(model)
-    mine: Any = copy.deepcopy(model)
+    mine: Any = copied_with_hooks(model)
     values = {name: tensor.detach().clone() for name, tensor, _ in state_of(mine)}
     mine.save_pretrained(str(folder))
     found = {name: tensor.detach() for name, tensor, _ in state_of(kind.from_pretrained(str(folder)))}
-    scale = family_scale(value for value in values.values() if value.is_floating_point())
+    scale = family_scale(values.values(), FILL)
     return {
-        name: difference(found[name].double(), value.double(), scale).relative
+        name: difference(found[name], value, scale).relative
         if name in found and found[name].shape == value.shape
         else float("inf")
         for name, value in values.items()

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nnscaler.runtime.tensor_bits import as_real
+from nnscaler.runtime.tensor_difference import FILL, difference, family_scale
 from verify.external.observe_rank_run import (
     modules_of,
     optimizer_of,
@@ -23,10 +25,9 @@ from verify.external.observe_rank_run import (
     run_step,
     tensors_of_program,
 )
-from verify.external.parameter_mapping import Addresses, Lookup, RankPiece, StateMap, as_real, local_value, match, taken
+from verify.external.parameter_mapping import Addresses, Lookup, RankPiece, StateMap, local_value, match, taken
 from verify.external.program import ExternalProgram
 from verify.external.reference import PlainReference
-from verify.results.tolerance import difference, largest
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,8 @@ class HeldValues:
         """Return how far values are from what was held, where it is known, relative to the largest value held."""
         low, high, value = taken(self.low, addresses), taken(self.high, addresses), value.reshape(-1).double()
         known = low <= high
-        finite = self.low[torch.isfinite(self.low)]
-        return difference(value[known], value[known].clamp(low[known], high[known]), largest(finite)).relative
+        right = value[known].clamp(low[known], high[known])
+        return difference(value[known], right, family_scale([self.low], FILL)).relative
 
 
 @dataclass(frozen=True)

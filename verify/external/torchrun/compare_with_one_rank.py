@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from nnscaler.errors import few
+from nnscaler.runtime.tensor_bits import distance_of_copies, same_bits
+from nnscaler.runtime.tensor_difference import FLOAT64_BOUND, difference, is_finite
 from verify.external.comparison.compare import compare
 from verify.external.comparison.comparison_records import ComparisonResult, Difference, PartGradients, ProgramRun
 from verify.external.comparison.findings import findings
-from verify.external.comparison.reference_rounding_noise import AGREES, DRAWS, Noise, distances
+from verify.external.comparison.reference_rounding_noise import DRAWS, largest_distances
 from verify.external.comparison.replicas_under_dropout import NAME as COPIES
+from verify.external.comparison.replicas_under_dropout import finding as of_dropout
 from verify.external.observe_rank_run import RankRecord
 from verify.external.parameter_mapping import RankPiece
 from verify.external.ranks.run_result import RanksFailed
@@ -36,7 +38,7 @@ from verify.external.torchrun.run_ranks_and_reference import ScriptRunner
 from verify.programs.low_precision.noise import moved
 from verify.results.finding import Finding
 from verify.results.report import Check
-from verify.results.tolerance import FLOAT64_BOUND, Key, difference, largest
+from verify.results.tolerance import AGREES, Tolerance
 from verify.results.verdict import Verdict
 
 _ROUNDING = 1e-3  # a relative difference in float64 that an ill-conditioned model may make
@@ -161,15 +163,18 @@ def attempt_of(
     """Compare the ranks with one rank that is fed in one way. Raises NotMatched, Failed."""
     made = runner.fed(double, material, way)
     steps = min(len(material.taken), *(len(record.steps) for record in made))
-    seen = [loss for record in made for step in record.steps[:steps] for loss in step.losses]
-    if not all(bool(torch.isfinite(loss)) for loss in seen):
-        raise NotMatched("on one rank the loss is not finite, so that nothing can be compared")
+    for step in (step for record in made for step in record.steps[:steps]):
+        named = [*(("the loss", loss) for loss in step.losses), *step.gradients.items()]
+        wrong = next((name for name, value in named if value is not None and not is_finite(value)), None)
+        if wrong is not None:
+            what = wrong if wrong == "the loss" else f"the gradient of {wrong}"
+            raise NotMatched(f"on one rank {what} is not finite, so that nothing can be compared")
     reference = reference_of(made, steps)
     ranks = rank_records(records, layout, reference, made)
     strange = unmatched(ranks)
     if strange:
         raise NotMatched(f"{few(strange, 4)} on the ranks cannot be found in the parameters on one rank")
-    tolerance = Noise() if double else Noise({}, torch.finfo(reference.dtype).eps, exact=False)
+    tolerance = Tolerance() if double else Tolerance({}, torch.finfo(reference.dtype).eps, exact=False)
     reference = replace(reference, steps=_with_part_losses(reference, ranks, layout))
     own = own_gradients(made) if len(made) == layout.count else _no_gradients(reference)
     run = ProgramRun(program_of(name, layout), reference, ranks, tolerance, own)
@@ -203,11 +208,11 @@ def _with_part_losses(
     return tuple(steps)
 
 
-def _noise(runner: ScriptRunner, material: Material, double: bool, way: Way, truth: PlainReference) -> Noise:
+def _noise(runner: ScriptRunner, material: Material, double: bool, way: Way, truth: PlainReference) -> Tolerance:
     """Run the same reference from parameters that are moved by a unit in the last place, with its sums taken in another
     order: a norm by which a script clips is such a sum, and so is what a cast to bfloat16 rounds."""
     generator = torch.Generator().manual_seed(0)
-    noise: dict[Key, float] = {}
+    runs: list[tuple[PlainReference, PlainReference]] = []
     for draw in range(DRAWS):
         start = {
             name: moved(value, value.dtype, generator) if value.is_floating_point() else value
@@ -216,10 +221,9 @@ def _noise(runner: ScriptRunner, material: Material, double: bool, way: Way, tru
         for seed in (draw, None):  # a script may not run under what takes its sums in another order
             with suppress(NotMatched, Failed):
                 made = runner.fed(double, replace(material, start=start, reordered=seed), way)
-                for key, value in distances(reference_of(made, len(truth.steps)), truth):
-                    noise[key] = max(noise.get(key, 0.0), value)
+                runs.append((reference_of(made, len(truth.steps)), truth))
                 break
-    return Noise(noise, torch.finfo(truth.dtype).eps, double)
+    return Tolerance(largest_distances(runs), torch.finfo(truth.dtype).eps, double)
 
 
 def explained(runner: ScriptRunner, chosen: Attempt, made: Sequence[Attempt], double: bool) -> Attempt:
@@ -341,13 +345,7 @@ def _with_dropout(
         )
     result = compare_replicas(rank_records(made, layout, run.reference))
     found = tuple(
-        Finding(
-            "random_numbers_differ",
-            f"copies of {one.name} on rank {one.rank} and others differ after step {one.step} with dropout on",
-            counter_example={"cause": "random_numbers"},
-            cause="ranks that hold copies and see the same rows do not drop the same elements",
-            help="seed the ranks of one data part alike before they draw for copies",
-        )
+        of_dropout(f"copies of {one.name} on rank {one.rank} and others differ after step {one.step} with dropout on")
         for one in result.differences[:1]
     )
     check = replace(result.check(Verdict.TESTED_EXACT), name=COPIES, supporting=True)
@@ -360,32 +358,20 @@ def compare_replicas(records: Sequence[RankRecord]) -> ComparisonResult:
     count = 0
     for steps in zip(*(record.steps for record in records), strict=True):
         number = next(i for i, step in enumerate(records[0].steps) if step is steps[0])
-        first: dict[tuple[str, str], tuple[RankPiece, Tensor]] = {}
+        first: dict[tuple[str, bytes | None], tuple[RankPiece, Tensor]] = {}
         for record, step in zip(records, steps, strict=True):
             for piece in record.pieces:
                 value = step.state.get(piece.local)
                 if value is None or piece.addresses is None or not value.numel() or piece.kind == "buffer":
                     continue
-                key = (piece.name, first_and_last(piece))
+                key = (piece.name, piece.key)
                 other = first.setdefault(key, (piece, value))
                 if other[1] is value or other[1].shape != value.shape:
                     continue
                 count += 1
-                if not torch.equal(other[1], value):
-                    gap = largest(other[1].double() - value.double())
+                if not same_bits(other[1], value):
+                    _, gap = distance_of_copies(other[1], value)
                     found.append(Difference("replicas_differ", piece.name, record.rank, number, Verdict.REFUTED, gap))
         if found:
             break
     return ComparisonResult("replicas bitwise equal", count, tuple(found))
-
-
-def first_and_last(piece: RankPiece) -> str:
-    """Return what tells the elements of one piece from those of others, in a few characters."""
-    addresses = piece.addresses
-    if isinstance(addresses, range):
-        return f"{addresses.start}:{addresses.stop}"
-    assert addresses is not None
-    if not len(addresses):
-        return ""
-    runs = [len(list(group)) for _, group in groupby(torch.diff(addresses).tolist())]
-    return f"{addresses[0]}:{addresses[-1]}:{runs[:8]}"

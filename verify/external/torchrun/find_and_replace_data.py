@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from nnscaler.runtime.tensor_difference import FLOAT64_BOUND, difference, is_whole
 from nnscaler.tracing.float64_run import without_drop
 from verify.external.parameter_mapping import local_value
 from verify.external.torchrun.cuda_on_cpu import Tell, without_gpu
 from verify.external.torchrun.records import Settings, Tensors
-from verify.results.tolerance import largest
 
 Take = Callable[[str, Tensors], Tensors]  # kind of event, and what came in -> what is to be used
 _READS: frozenset[Any] = frozenset((Tensor.item, Tensor.__int__, Tensor.__float__, Tensor.tolist))
@@ -194,11 +194,9 @@ def close(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors are the same data, up to the rounding of what was computed before."""
     if one.shape != other.shape:
         return False
-    if not (one.is_floating_point() or one.is_complex()):
+    if is_whole(one):
         return torch.equal(one, other.to(one.dtype)) if not other.is_floating_point() else False
-    wide = one.double() if one.is_floating_point() else one.to(torch.complex128)
-    tolerance = 1e-9 if one.dtype == torch.float64 else 1e-5
-    return bool(((wide - other).abs() <= tolerance * (largest(other) + 1e-300)).all()) or torch.equal(one, other)
+    return difference(one, other).relative <= (FLOAT64_BOUND if one.dtype == torch.float64 else 1e-5)
 
 
 def varied(tensor: Tensor, part: int, number: int) -> Tensor:

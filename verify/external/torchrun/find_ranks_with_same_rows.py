@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from verify.external.torchrun.compare_with_one_rank import Judged, first_and_last
+from verify.external.torchrun.compare_with_one_rank import Judged
 from verify.external.torchrun.find_and_replace_data import close
 from verify.external.torchrun.match_one_rank import Layout
 from verify.external.torchrun.records import ScriptRecord, Tensors
@@ -42,7 +42,7 @@ def replicas(judged: Judged, layout: Layout, records: Sequence[ScriptRecord]) ->
         return None
     else:
         holding = [
-            sorted((p.name, first_and_last(p)) for p in r.pieces if p.kind == "parameter" and p.addresses is not None)
+            sorted((p.name, p.key) for p in r.pieces if p.kind == "parameter" and p.key is not None)
             for r in run.records
         ]
         numbers = [holding[:rank].count(own) for rank, own in enumerate(holding)]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nnscaler.runtime.tensor_bits import same_values
 from verify.external.observe_rank_run import ObservedStep, RankRecord
 from verify.external.parameter_mapping import Addresses, Lookup, RankPiece, StateMap
 from verify.external.program import ExternalProgram
@@ -207,7 +208,7 @@ def unequal_starts(records: Sequence[ScriptRecord]) -> tuple[str, ...]:
         for held in record.held:
             start = record.start[held.name]
             other = first.setdefault(held.name, start)
-            if held.layout == "plain" and other.shape == start.shape and not torch.equal(other, start):
+            if held.layout == "plain" and other.shape == start.shape and not same_values(other, start):
                 found[held.name] = None
     return tuple(found)
 
@@ -220,7 +221,7 @@ def _changing(records: Iterable[ScriptRecord]) -> frozenset[str]:
         for held in record.held
         if held.kind == "buffer"
         and any(
-            not torch.equal(step.state.get(held.name, record.start[held.name]), record.start[held.name])
+            not same_values(step.state.get(held.name, record.start[held.name]), record.start[held.name])
             for step in record.steps
         )
     )

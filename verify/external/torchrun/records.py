@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from verify.external.parameter_mapping import Addresses, Kind
+from verify.external.parameter_mapping import Addresses
+from verify.programs.reference.eager import Kind
 
 Tensors = tuple[Tensor, ...]
 Settings = Mapping[str, float | tuple[float, ...]]  # of a group of parameters

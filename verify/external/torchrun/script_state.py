@@ -21,12 +21,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
+from nnscaler.runtime.tensor_bits import as_real
 from verify.external.observe_rank_run import local_gradient, unread_by
 from verify.external.parameter_mapping import (
     Addresses,
-    Kind,
     StateMap,
-    as_real,
     claimed,
     clean_name,
     layout_words,
@@ -34,6 +33,7 @@ from verify.external.parameter_mapping import (
 )
 from verify.external.ranks.torch_private import flat_shards
 from verify.external.torchrun.records import HeldInScript
+from verify.programs.reference.eager import Kind
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from op_registry.spec import OperatorSpec
 
+from nnscaler.runtime.tensor_difference import difference, largest
 from verify.evidence.inputs.concrete_call import ConcreteCall, make_call, outputs_of, with_tensors
 from verify.evidence.oracle.run_whole_operator import gradients_of
 from verify.operators.audit.central_differences import (
@@ -31,7 +32,6 @@ from verify.operators.audit.central_differences import (
 )
 from verify.operators.audit.handwritten_backward import Handwritten
 from verify.operators.audit.watched_run import has_setup_context, tensor_names
-from verify.results.tolerance import difference, largest
 
 CALLS = 6  # recorded calls that are judged
 FunctionClass = type[torch.autograd.Function]
@@ -93,8 +93,6 @@ def _exact(cls: FunctionClass, call: ConcreteCall, point: Point, wrong: Sequence
         return ""
     if found is None:
         return f"the gradient of `{names[index]}` has values up to {largest(right):.6g}; the backward returns None"
-    if found.is_complex():
-        found, right = torch.view_as_real(found), torch.view_as_real(right)
     gap = difference(found, right)
     where = f"{gap.mismatched} of {gap.elements} elements of the gradient of `{names[index]}` differ"
     return f"{where}; the worst is {gap}" if not gap.problem else f"the gradient of `{names[index]}`: {gap}"

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from op_registry.call import Call
 
+from nnscaler.runtime.tensor_difference import is_finite
 from nnscaler.runtime.training.autocast import AskedDtypes
 from verify.evidence.inputs.concrete_call import outputs_of, with_tensors
 from verify.evidence.oracle.run_whole_operator import gradients_of
-from verify.results.tolerance import is_finite
 
 STEPS = (1e-6, 1e-5, 1e-4)  # relative to the input's typical value; the first nearly always decides
 AGREES = 1e-5  # right gradients measure about 1e-9, wrong ones 5e-2 and more

@@ -20,6 +20,7 @@ from op_registry.call import dtype_name
 from op_registry.numbers_in_user_code import numbers_in
 from op_registry.spec import OperatorSpec
 
+from nnscaler.runtime.tensor_difference import TensorDifference, difference, family_scale
 from verify.evidence.inputs.concrete_call import ConcreteCall, function_of
 from verify.operators.audit.backward_culprit import Blame, find_wrong
 from verify.operators.audit.central_differences import (
@@ -41,7 +42,6 @@ from verify.operators.audit.handwritten_backward import Deviation, Handwritten, 
 from verify.operators.audit.watched_run import Probed, one_line, shapes_of, tensor_names
 from verify.results.finding import Finding
 from verify.results.report import Check
-from verify.results.tolerance import TensorDifference, difference, family_scale
 from verify.results.verdict import Verdict
 
 NAME = "derivative"

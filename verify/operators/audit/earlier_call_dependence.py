@@ -21,12 +21,12 @@ from op_registry.spec import OperatorSpec
 
 import nnscaler
 from nnscaler.is_user_file import is_users
+from nnscaler.runtime.tensor_difference import difference
 from verify.evidence.inputs.concrete_call import ConcreteCall
 from verify.evidence.inputs.draw_calls import resize
 from verify.evidence.inputs.import_user_code import end_where_loaded_anew, load_anew
 from verify.evidence.inputs.meta_preflight import succeeds
 from verify.operators.audit.watched_run import Watched, same, watch
-from verify.results.tolerance import difference
 
 ROUNDING = 1e-9  # relative; threads may add in another order
 

@@ -14,13 +14,14 @@ from torch import Tensor
 from op_registry.call import Call, TensorArgument
 from op_registry.spec import OperatorSpec
 
+from nnscaler.runtime.tensor_bits import same_values
+from nnscaler.runtime.tensor_difference import difference, family_scale
 from nnscaler.runtime.training.autocast import AskedDtypes
 from verify.evidence.inputs.concrete_call import ConcreteCall, outputs_of, with_tensors
 from verify.evidence.oracle.case_runner import NARROW
 from verify.evidence.oracle.run_whole_operator import as_leaves, draw_cotangent, gradients_of
 from verify.results.finding import Finding
 from verify.results.report import Check
-from verify.results.tolerance import difference, family_scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,13 +160,11 @@ def _describe(a: Tensor | None, b: Tensor | None) -> str:
 
 
 def same(a: Tensor | None, b: Tensor | None) -> bool:
-    """Return whether two tensors are bitwise equal, NaNs included; None is zero."""
+    """Return whether two tensors are equal, NaNs included; None is zero."""
     if a is None or b is None:
         held = a if b is None else b
         return held is None or not bool(held.any())
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
+    return same_values(a, b)
 
 
 def _call(

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from op_registry.spec import OperatorSpec
 
+from nnscaler.runtime.tensor_difference import FAMILY_SHARE
 from nnscaler.training.functional_optimizer import Update
 from verify.evidence.inputs.operand_shards import Lay, spread
 from verify.evidence.oracle.case_runner import OperatorRunner, Prepared
@@ -34,7 +35,6 @@ from verify.operators.audit.check_handwritten_derivative import ABOUT
 from verify.operators.run.reproduce_token import Token
 from verify.operators.run.tensors_as_python_text import NotWritable, call_text, piece_text, tensor_text
 from verify.results.finding import Finding
-from verify.results.tolerance import FAMILY_SHARE
 
 HEADER = '''"""{title}
 

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from op_registry.call import Call, DType, instances_in
 
+from nnscaler.runtime.tensor_difference import is_finite, is_whole, largest
 from verify.evidence.inputs.concrete_call import ConcreteCall, outputs_of, with_tensors
 from verify.evidence.inputs.draw_values import random_terms, refill
 from verify.evidence.oracle.run_whole_operator import as_leaves, draw_cotangent, gradients_of
 from verify.evidence.oracle.size_checked_kernels import checked_kernels
 from verify.evidence.verify_op_options import Kind
 from verify.operators.suggest.call_template import Outputs, Question
-from verify.results.tolerance import is_finite, largest
 
 RANKS = 3
 EXACT = 1e-12  # of the largest term: float64 sums in another order, and nothing more
@@ -81,7 +81,7 @@ def _draws(question: Question) -> list[_Draw]:
     found: list[_Draw] = []
     for number, kind in enumerate(DRAWS):
         generator = torch.Generator().manual_seed(number)
-        tensors = tuple(refill(t, kind if _real(t) else "given", generator) for t in question.tensors)
+        tensors = tuple(refill(t, kind if not is_whole(t) else "given", generator) for t in question.tensors)
         tensors = tuple(t.to(torch.complex128) if t.is_complex() else t for t in tensors)
         try:
             outputs = question.run(tensors, {})
@@ -129,7 +129,7 @@ def _sum_to(whole: Tensor, pieces: Sequence[Tensor | None]) -> bool:
     total = terms[0]
     for term in terms[1:]:
         total = total + term
-    if not _real(whole):
+    if is_whole(whole):
         return torch.equal(total, whole)
     scale = max(largest(t) for t in (*terms, whole))
     return bool(((total - whole).abs() <= EXACT * scale).all())
@@ -173,7 +173,3 @@ def _gradients(
 def _casts(call: Call) -> bool:
     """Return whether an argument names a floating dtype, to which the call may round."""
     return any(getattr(torch, d.name).is_floating_point for d in instances_in((call.args, call.kwargs), DType))
-
-
-def _real(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()

@@ -21,6 +21,7 @@ from op_registry.spec import OperatorSpec
 
 from nnscaler.errors import AnnotationError, NnscalerError
 from nnscaler.layout import Sharded
+from nnscaler.runtime.tensor_difference import is_finite
 from verify.evidence.inputs.concrete_call import ConcreteCall, function_of
 from verify.evidence.inputs.draw_calls import sample_calls
 from verify.evidence.oracle.size_checked_kernels import checked_kernels
@@ -31,7 +32,6 @@ from verify.operators.suggest.call_template import Number, Question, make_questi
 from verify.operators.suggest.coupled_sizes import Element, Group, find_groups, growth, size_of
 from verify.operators.suggest.layout_truth_table import Fact, truth_table
 from verify.results.report import Report
-from verify.results.tolerance import is_finite
 
 # Sizes to ask a question on: small, different from each other, and divisible by 2 and 3 with more than one element
 # left in each shard.

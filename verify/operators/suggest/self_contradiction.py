@@ -19,6 +19,7 @@ from op_registry.annotation.well_formed import with_marks
 
 from nnscaler.errors import AnnotationError, NnscalerError
 from nnscaler.ir.placement import Split
+from nnscaler.runtime.tensor_difference import difference, largest
 from verify.evidence.inputs.concrete_call import outputs_of
 from verify.evidence.inputs.find_operator import find_operator
 from verify.evidence.inputs.operand_shards import spread
@@ -30,7 +31,6 @@ from verify.evidence.verify_op_options import OpOptions
 from verify.operators.suggest.repair_annotation import frozen, repair
 from verify.results.finding import Finding
 from verify.results.report import Check, Report, environment
-from verify.results.tolerance import difference, largest
 from verify.results.verdict import Verdict
 
 

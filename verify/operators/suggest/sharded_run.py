@@ -15,10 +15,10 @@ from torch import Tensor
 
 from nnscaler.layout import PARTIAL, REPLICATED, Partial, Sharded, State
 from nnscaler.runtime.cut_tensors import join_pieces, pieces_of
+from nnscaler.runtime.tensor_difference import is_finite, is_whole, largest
 from verify.evidence.inputs.draw_values import random_terms, refill
 from verify.evidence.verify_op_options import Kind
 from verify.operators.suggest.call_template import Number, Outputs, Question
-from verify.results.tolerance import is_finite, largest
 
 States = tuple[State | None, ...]
 DRAWS: tuple[Kind, ...] = ("normal", "positive", "given")
@@ -103,7 +103,7 @@ def make_trial(question: Question, seed: int = 0, kind: Kind | None = None) -> T
     where there are none."""
     for drawn in DRAWS if kind is None else (kind, *DRAWS):
         generator = torch.Generator().manual_seed(seed)
-        tensors = tuple(refill(t, drawn if _real(t) else "given", generator) for t in question.tensors)
+        tensors = tuple(refill(t, drawn if not is_whole(t) else "given", generator) for t in question.tensors)
         tensors = tuple(t.to(torch.complex128) if t.is_complex() else t for t in tensors)
         try:
             outputs = question.run(tensors, {})
@@ -184,7 +184,7 @@ def close(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors differ by rounding alone, relative to the largest value of the second one."""
     if a.shape != b.shape:
         return False
-    if not _real(b):
+    if is_whole(b):
         return torch.equal(a, b)
     relative = _ROUNDING.get(b.dtype, _COARSE)
     scale = largest(b)
@@ -212,7 +212,3 @@ def _divisors(number: int) -> Iterator[int]:
     for candidate in range(1, number + 1):
         if number % candidate == 0:
             yield candidate
-
-
-def _real(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()

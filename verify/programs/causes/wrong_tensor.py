@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nnscaler.layout import IN_STEP, MICRO, SLICE, Partial, Prefix, State
 from nnscaler.runtime.shards import Coordinates, shard, unravel
-from verify.results.tolerance import FAMILY_SHARE, largest
+from nnscaler.runtime.tensor_difference import FAMILY_SHARE, largest, real_numbers
 
 CLOSE = 1e-6  # relative; far above rounding in float64 and far below any cause
 STAGES = "stages"  # an axis of the stages that share a tensor
@@ -147,11 +147,6 @@ class WrongTensor:
         return f"rank {place[0]}" + "".join(told)
 
 
-def exact(tensor: Tensor) -> Tensor:
-    """Return the numbers of a tensor in float64; those of a complex one have one dim more."""
-    return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).detach().double()
-
-
 def laid_out(
     noun: str,
     pieces: Mapping[Place, tuple[Coordinates, Tensor]],
@@ -168,7 +163,7 @@ def laid_out(
     if len(pieces) != prod(sizes.values()) or any(isinstance(s, Prefix) and s.terms for s in states.values()):
         return None
     at = {place: {axis: here[axis] for axis in sizes} for place, (here, _) in pieces.items()}
-    values = {place: exact(piece) for place, (_, piece) in pieces.items()}
+    values = {place: real_numbers(piece) for place, (_, piece) in pieces.items()}
     groups = grouped(at, tuple(sums))
     if any(len({values[place].shape for place in group}) > 1 for group in groups):
         return None
@@ -177,7 +172,7 @@ def laid_out(
     held = {axis: state for axis, state in states.items() if axis not in sums}
     rest = {axis: size for axis, size in sizes.items() if axis not in sums}
     places = {place: {axis: at[place][axis] for axis in rest} for place in joined}
-    right = exact(expected)
+    right = real_numbers(expected)
     wrong = WrongTensor(
         noun,
         joined,

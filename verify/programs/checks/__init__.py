@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from verify.programs.checks import compare_gradients_and_state, compare_outputs, gradient_norm, losses, replicas
+from verify.programs.checks import compare_gradients_and_state, gradient_norm, losses, replicas
 from verify.programs.checks.input_and_outcome import CheckOutcome, Comparison
 
 
@@ -17,7 +17,7 @@ def run_checks(comparison: Comparison, initial_buffers: dict[str, Tensor]) -> li
     checks: tuple[Callable[[], CheckOutcome], ...] = (
         lambda: compare_gradients_and_state.check_coverage(comparison, initial_buffers),
         lambda: losses.check(comparison),
-        lambda: compare_outputs.check(comparison),
+        lambda: compare_gradients_and_state.check_results(comparison),
         lambda: compare_gradients_and_state.check_gradients(comparison),
         lambda: gradient_norm.check(comparison),
         lambda: compare_gradients_and_state.check_parameters(comparison),

@@ -1,4 +1,4 @@
-"""Logical gradients, parameters and buffers against the model's; every parameter is held somewhere."""
+"""Logical gradients, results, parameters and buffers against the model's; every parameter is held somewhere."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from nnscaler.runtime.tensor_bits import same_values
+from nnscaler.runtime.tensor_difference import FILL, TensorDifference, difference, family_scale, real_numbers
 from verify.programs.causes.find_cause_of_wrong_tensor import cause_of
-from verify.programs.causes.wrong_tensor import STAGES, WrongTensor, exact, on_ranks
+from verify.programs.causes.wrong_tensor import STAGES, WrongTensor, on_ranks
 from verify.programs.checks.gradient_norm import cause_of_update
 from verify.programs.checks.input_and_outcome import CheckOutcome, Comparison, Tally
 from verify.programs.checks.logical_tensors import Holding, StageTensor, by_rank, put_together
 from verify.programs.reference.eager import gradient_value
 from verify.results.finding import Finding
-from verify.results.tolerance import TensorDifference, difference, family_scale, is_finite
 from verify.results.verdict import Verdict
 
 
@@ -23,7 +24,7 @@ from verify.results.verdict import Verdict
 class Reference:
     """The model's tensors of one kind at one step.
 
-    kind     "gradient", "parameter" or "buffer"
+    kind     "gradient", "result", "parameter" or "buffer"
     step     from 0
     tensors  name -> the model's; None: it has no gradient
     scale    the largest absolute value in all of them, against which small ones are measured
@@ -61,7 +62,7 @@ def check_parameters(comparison: Comparison) -> CheckOutcome:
     """Compare every parameter after the last step."""
     tally = Tally(f"parameters after {_steps(comparison)}", comparison.tolerance.level, comparison.tolerance)
     expected = comparison.reference.parameters
-    reference = Reference("parameter", comparison.steps - 1, expected, family_scale(expected.values()))
+    reference = Reference("parameter", comparison.steps - 1, expected, family_scale(expected.values(), FILL))
     entries = by_rank(comparison.results, "parameter")
     for holding in comparison.parameters.values():
         compare(tally, comparison, reference, put_together(holding, entries))
@@ -72,12 +73,42 @@ def check_buffers(comparison: Comparison) -> CheckOutcome:
     """Compare every buffer that the program holds, after the last step."""
     tally = Tally(f"buffers after {_steps(comparison)}", comparison.tolerance.level, comparison.tolerance)
     expected = comparison.reference.buffers
-    scale = family_scale(t for t in expected.values() if t.is_floating_point())
-    reference = Reference("buffer", comparison.steps - 1, expected, scale)
+    reference = Reference("buffer", comparison.steps - 1, expected, family_scale(expected.values(), FILL))
     entries = by_rank(comparison.results, "buffer")
     for holding in comparison.buffers.values():
         compare(tally, comparison, reference, put_together(holding, entries))
     return tally.outcome()
+
+
+def check_results(comparison: Comparison) -> CheckOutcome:
+    """Compare each result at every step, put together from the ranks' parts, and gathered by the runtime."""
+    tally = Tally("other results", comparison.tolerance.level, comparison.tolerance)
+    for step, expected in enumerate(comparison.reference.results):
+        entries = by_rank(comparison.results, "result", step) if expected else {}
+        for name, right in expected.items():
+            holding = comparison.outputs.get(name)
+            if holding is None:
+                message = f"no rank of the program returns `{name}`"
+                tally.add(Verdict.REFUTED, Finding("result_differs", message, comparison.place(name)))
+                continue
+            compare(tally, comparison, Reference("result", step, {name: right}, 0.0), put_together(holding, entries))
+    if not tally.refuted:
+        _compare_gathered(tally, comparison)
+    return tally.outcome()
+
+
+def _compare_gathered(tally: Tally, comparison: Comparison) -> None:
+    """Compare what every rank has of the first step's results once they are gathered."""
+    for rank in comparison.results:
+        for name, found in rank.gathered.items():
+            gap = difference(found, comparison.reference.results[0][name])
+            verdict = comparison.tolerance.judge(("result", 0, name), gap.relative)
+            finding = None
+            if not verdict.passes and not tally.findings:
+                message = f"the result `{name}` differs once it is gathered, on rank {rank.rank}: {gap}"
+                facts = {"tensor": name, "step": "0", "rank": str(rank.rank)}
+                finding = Finding("result_differs", message, comparison.place(name), facts)
+            tally.add(verdict, finding, gap.relative)
 
 
 def compare(
@@ -93,19 +124,12 @@ def compare(
     if name not in reference.tensors:
         return  # the coverage check reports it
     expected = reference.tensors[name]
-    if logical.problem:
-        message = f"{_noun(kind, name)} cannot be put together from its shards: {logical.problem}"
-        tally.add(Verdict.REFUTED, _finding(comparison, _missing(kind), message, logical.holding, step))
+    told = absence(kind, step, logical, expected is not None)
+    if told is not None:
+        tally.add(Verdict.REFUTED, _finding(comparison, *told, logical.holding, step))
         return
     if expected is None or logical.value is None:
-        if expected is None and logical.value is None:
-            tally.add(comparison.tolerance.level)
-            return
-        code = f"{kind}_extra" if expected is None else _missing(kind)
-        verb = "has a" if expected is None else "has no"
-        other = "none" if expected is None else "one"
-        message = f"the program {verb} {kind} of `{name}` at step {step}, and the model has {other}"
-        tally.add(Verdict.REFUTED, _finding(comparison, code, message, logical.holding, step))
+        tally.add(comparison.tolerance.level)
         return
     found = difference(logical.value, expected, reference.scale)
     key = (kind, step, name)
@@ -119,6 +143,19 @@ def compare(
     tally.add(verdict, finding, found.relative, key)
 
 
+def absence(kind: str, step: int, logical: StageTensor, expected: bool) -> tuple[str, str] | None:
+    """Return code and message where one side has no such tensor, or where its shards make up none."""
+    name = logical.holding.name
+    missing = "gradient_missing" if kind == "gradient" else f"{kind}_differs"
+    if logical.problem:
+        return missing, f"{noun_of(kind, name)} cannot be put together from its shards: {logical.problem}"
+    if expected and logical.value is None:
+        return missing, f"the program has no {kind} of `{name}` at step {step}, and the model has one"
+    if not expected and logical.value is not None:
+        return f"{kind}_extra", f"the program has a {kind} of `{name}` at step {step}, and the model has none"
+    return None
+
+
 def _cause(
     reference: Reference, logical: StageTensor, expected: Tensor, tied: Sequence[StageTensor], before: Tensor | None
 ) -> str | None:
@@ -129,12 +166,12 @@ def _cause(
         of_ranks = replace(
             of_ranks,
             reduce=holding.reduce,
-            before=None if before is None else exact(before),
-            others={n: exact(t) for n, t in reference.tensors.items() if t is not None and n != holding.name},
+            before=None if before is None else real_numbers(before),
+            others={n: real_numbers(t) for n, t in reference.tensors.items() if t is not None and n != holding.name},
         )
-    values = {(other.holding.stage, 0): exact(other.value) for other in tied if other.value is not None}
+    values = {(other.holding.stage, 0): real_numbers(other.value) for other in tied if other.value is not None}
     stages = {place: {STAGES: place[0]} for place in values}
-    of_stages = WrongTensor("gradient", values, exact(expected), stages, judged=((holding.stage, 0),))
+    of_stages = WrongTensor("gradient", values, real_numbers(expected), stages, judged=((holding.stage, 0),))
     return cause_of(of_ranks, of_stages if len(values) > 1 else None).text or None
 
 
@@ -147,20 +184,19 @@ def _differs(
     cause: str | None,
 ) -> Finding:
     name, kind, step = logical.holding.name, reference.kind, reference.step
-    assert logical.value is not None
-    code = f"{kind}_differs" if is_finite(logical.value) else "not_finite"
+    code = "not_finite" if found.not_finite else f"{kind}_differs"
     when = f"at step {step}" if kind in ("gradient", "result") else f"after {_steps(comparison)}"
     return _finding(
         comparison,
         code if verdict is Verdict.REFUTED else "near_threshold",
-        f"{_noun(kind, name)} differs {when}: {found}",
+        f"{noun_of(kind, name)} differs {when}: {found}",
         logical.holding,
         step,
         {
             "mismatched": f"{found.mismatched} of {found.elements}",
             "greatest absolute difference": f"{found.absolute:.6g} at {found.index}",
             "relative difference": f"{found.relative:.3g}",
-            "allowed": f"{comparison.tolerance.allowed((kind, step, name)):.3g}",
+            "allowed": f"{comparison.tolerance.bound:.3g}",
         },
         cause,
     )
@@ -179,12 +215,9 @@ def _finding(
     return Finding(code, message, comparison.place(holding.name), {**held, **(facts or {})}, cause)
 
 
-def _noun(kind: str, name: str) -> str:
+def noun_of(kind: str, name: str) -> str:
+    """Return how a tensor of a kind is called."""
     return f"the gradient of `{name}`" if kind == "gradient" else f"the {kind} `{name}`"
-
-
-def _missing(kind: str) -> str:
-    return "gradient_missing" if kind == "gradient" else f"{kind}_differs"
 
 
 def _steps(comparison: Comparison) -> str:
@@ -205,7 +238,7 @@ def check_coverage(comparison: Comparison, initial_buffers: dict[str, torch.Tens
         tally.add(*_held(comparison, name, name in held, "parameter"))
     for name in sorted({comparison.names[n][0] for n in reference.buffers if n in initial_buffers}):
         after, before = reference.buffers[name], initial_buffers[name]
-        changed = after.shape != before.shape or not torch.equal(exact(after), exact(before))
+        changed = not same_values(real_numbers(after), real_numbers(before))
         if name in held or changed:
             tally.add(*_held(comparison, name, name in held, "buffer"))
     for holding in (*comparison.parameters.values(), *comparison.buffers.values()):

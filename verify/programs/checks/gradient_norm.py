@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from nnscaler.runtime.tensor_difference import difference, largest, real_numbers
 from nnscaler.runtime.training.gradients.clipping import EPSILON
-from verify.programs.causes.wrong_tensor import CLOSE, exact
+from verify.programs.causes.wrong_tensor import CLOSE
 from verify.programs.checks.input_and_outcome import CheckOutcome, Comparison, Tally
 from verify.results.finding import Finding
-from verify.results.tolerance import difference, is_finite, largest
 from verify.results.verdict import Verdict
 
 NAME = "gradient norm, clipped"
@@ -37,7 +37,7 @@ def check(comparison: Comparison) -> CheckOutcome:
             verdict = Verdict.REFUTED  # ranks that scale by different factors drift apart
         finding = None
         if not verdict.passes:
-            code = "gradient_norm_differs" if is_finite(result.norm) else "not_finite"
+            code = "not_finite" if found.not_finite else "gradient_norm_differs"
             finding = Finding(
                 code if verdict is Verdict.REFUTED else "near_threshold",
                 f"the norm of all gradients of step {step} differs on rank {result.rank}: {found}",
@@ -67,8 +67,8 @@ def cause_of_update(comparison: Comparison, name: str, value: Tensor) -> str | N
     limit, norm = reference.settings.max_norm, reference.norm
     if gradient is None or limit is None or norm is None or not largest(gradient) > 0:
         return None
-    off = (exact(expected) - exact(value)) / reference.learning_rate
-    wide = exact(gradient)
+    off = (real_numbers(expected) - real_numbers(value)) / reference.learning_rate
+    wide = real_numbers(gradient)
     scale = float((off * wide).sum() / (wide * wide).sum())
     if difference(off, scale * wide).relative > CLOSE:
         return None

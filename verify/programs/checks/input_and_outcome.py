@@ -113,7 +113,7 @@ class Tally:
         """Add one comparison. `relative`: the difference of its two sides; `key`: the tensor."""
         self.count += 1
         if key is not None and self.tolerance is not None:
-            self.rows.append(ComparedTensor(*_named(key), relative, self.tolerance.allowed(key), verdict))
+            self.rows.append(ComparedTensor(*_named(key), relative, self.tolerance.bound, verdict))
         self.refuted += verdict is Verdict.REFUTED
         self.verdicts.append(verdict)
         if verdict.passes:

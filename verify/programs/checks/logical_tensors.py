@@ -1,18 +1,21 @@
-"""Logical tensors put together from what the ranks hold, by the layouts that the role programs declare."""
+"""Logical tensors put together from what the ranks hold, by the layouts that the role programs or the ranks declare."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from types import ModuleType
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from nnscaler.layout import IN_STEP, Replicated, States
-from nnscaler.runtime.shards import UnequalCopies, assemble, ravel, unravel
+from nnscaler.runtime.shards import assemble, logical_coordinates, ravel, unravel
 from nnscaler.runtime.stage_base_class import Buffer, Parameter, Stage
-from nnscaler.runtime.tensor_bits import same_bits
+from nnscaler.runtime.tensor_bits import distance_of_copies, same_bits
+from nnscaler.runtime.tensor_difference import FAMILY_SHARE, FILL, TensorDifference, difference, family_scale
 from verify.programs.execution.record_rank_steps import Entry, RankResult
 
 
@@ -32,11 +35,21 @@ class Holding:
 
 
 @dataclass(frozen=True)
+class UnequalElements:
+    """Two ranks with different bits of the same elements."""
+
+    first: int
+    other: int
+    elements: int
+    largest: float
+
+
+@dataclass(frozen=True)
 class StageTensor:
     """A logical tensor as one stage holds it.
 
     value    assembled from the pieces, `[*global shape]`; None if no rank has it
-    unequal  (rank, rank, difference) for copies that differ
+    unequal  copies that differ
     copies   number of copies that were compared bitwise
     problem  why the pieces could not be assembled; else empty
     pieces   rank -> local tensor
@@ -44,7 +57,7 @@ class StageTensor:
 
     holding: Holding
     value: Tensor | None
-    unequal: tuple[tuple[int, int, UnequalCopies], ...] = ()
+    unequal: tuple[UnequalElements, ...] = ()
     copies: int = 0  # how many were compared bitwise
     problem: str = ""
     pieces: Mapping[int, Tensor] | None = None  # by rank
@@ -119,10 +132,11 @@ def put_together(holding: Holding, entries: Mapping[int, Sequence[Entry]]) -> St
     except ValueError as error:
         return StageTensor(holding, None, problem=str(error), pieces=pieces)
     unequal = tuple(
-        (
+        UnequalElements(
             holding.ranks[ravel(dict(found.coordinates), holding.axes)],
             holding.ranks[ravel(dict(found.other), holding.axes)],
-            found,
+            found.elements,
+            found.largest,
         )
         for found in assembled.differences
     )
@@ -155,3 +169,104 @@ def tied_copies_differ(one: StageTensor, other: StageTensor) -> bool:
     if one.value is None or other.value is None:
         return (one.value is None) != (other.value is None)
     return not same_bits(one.value, other.value)
+
+
+# Tensors of which each rank says where its shard lies: each element has its owners, and all of them the same bits.
+
+Region = tuple[Any, ...]  # where a piece lies in the logical tensor: slices where it is a block, else indices
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a rank's shard of a parameter or buffer lies, between steps. `names`: all that it has in the model."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    states: States
+    sizes: Mapping[str, int]
+    coordinates: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class JoinedTensor:
+    """A logical tensor as the ranks hold it.
+
+    value    None where no rank has it, or its pieces do not make it up
+    pieces   rank -> local tensor
+    regions  rank -> where that lies
+    unequal  copies with other bits
+    copies   how many were compared
+    problem  why the pieces do not make it up
+    """
+
+    value: Tensor | None
+    pieces: Mapping[int, Tensor] = field(default_factory=dict)
+    regions: Mapping[int, Region] = field(default_factory=dict)
+    unequal: tuple[UnequalElements, ...] = ()
+    copies: int = 0
+    problem: str = ""
+
+    def apart(self, expected: Tensor, scale: float) -> dict[int, TensorDifference]:
+        """Return how far each rank's piece is from that of the right tensor, relative to all of it: a shard may be
+        small. `scale`: that of the family of tensors."""
+        whole = max(scale, family_scale([expected], FILL) / FAMILY_SHARE)
+        return {rank: difference(piece, expected[self.regions[rank]], whole) for rank, piece in self.pieces.items()}
+
+
+def indices_of(layout: Layout) -> tuple[Tensor, ...]:
+    """Return the indices of a rank's shard in the logical tensor."""
+    held = logical_coordinates(layout.shape, layout.states, layout.sizes, layout.coordinates)
+    return tuple(torch.meshgrid(*held, indexing="ij")) if held else ()
+
+
+def region_of(layout: Layout) -> Region:
+    """Return the same as slices, where the shard is a block."""
+    held = logical_coordinates(layout.shape, layout.states, layout.sizes, layout.coordinates)
+    if all(not len(i) or int(i[-1]) - int(i[0]) == len(i) - 1 for i in held):
+        return tuple(slice(int(i[0]), int(i[-1]) + 1) if len(i) else slice(0, 0) for i in held)
+    return indices_of(layout)
+
+
+def join(layouts: Mapping[int, Layout], found: Mapping[int, Tensor | None]) -> JoinedTensor:
+    """Return the logical tensor that ranks hold in these layouts. `found`: what each has, by rank."""
+    pieces = {rank: piece for rank in layouts if (piece := found.get(rank)) is not None}
+    if not pieces:
+        return JoinedTensor(None)
+    absent = [rank for rank in layouts if rank not in pieces]
+    if absent:
+        problem = f"rank {absent[0]} has none, rank {next(iter(pieces))} has one"
+        return JoinedTensor(None, pieces, problem=problem)
+    regions = {rank: region_of(layouts[rank]) for rank in pieces}
+    shape = next(iter(layouts.values())).shape
+    value = next(iter(pieces.values())).new_zeros(shape)
+    owner = torch.full(shape, -1)
+    differing: list[UnequalElements] = []
+    copies = 0
+    for rank, piece in pieces.items():
+        region = regions[rank]
+        wanted = tuple(owner[region].shape)
+        if tuple(piece.shape) != wanted:
+            problem = f"rank {rank} has {tuple(piece.shape)} of it, and its shard is {wanted}"
+            return JoinedTensor(None, pieces, regions, problem=problem)
+        known = owner[region]
+        if not piece.numel():
+            continue
+        if bool((known < 0).all()):
+            value[region], owner[region] = piece, rank
+        elif bool((known < 0).any()):
+            problem = f"rank {rank} has elements that rank {int(known.max())} has as well, and others that none has"
+            return JoinedTensor(None, pieces, regions, problem=problem)
+        else:
+            copies += 1
+            differing += unequal(value[region], piece, int(known.flatten()[0]), rank)
+    missing = int((owner < 0).sum())
+    if missing:
+        return JoinedTensor(None, pieces, regions, problem=f"no rank has {missing} of its {owner.numel()} elements")
+    return JoinedTensor(value, pieces, regions, tuple(differing), copies)
+
+
+def unequal(one: Tensor, other: Tensor, first: int, rank: int) -> list[UnequalElements]:
+    """Return how two copies differ, bitwise: NaN equals itself, and -0.0 is not 0.0."""
+    if same_bits(one, other):
+        return []
+    return [UnequalElements(first, rank, *distance_of_copies(one, other))]

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from nnscaler.runtime.shards import unravel
+from nnscaler.runtime.tensor_difference import difference, family_scale, real_numbers
 from verify.programs.causes.find_cause_of_wrong_tensor import cause_of
-from verify.programs.causes.wrong_tensor import WrongTensor, exact
+from verify.programs.causes.wrong_tensor import WrongTensor
 from verify.programs.checks.input_and_outcome import CheckOutcome, Comparison, Tally
 from verify.results.finding import Finding
-from verify.results.tolerance import difference, family_scale, is_finite
 from verify.results.verdict import Verdict
 
 
@@ -30,7 +30,7 @@ def check(comparison: Comparison) -> CheckOutcome:
             verdict = comparison.tolerance.judge(key, found.relative)
             finding = None
             if not verdict.passes:
-                code = "loss_differs" if is_finite(actual) else "not_finite"
+                code = "not_finite" if found.not_finite else "loss_differs"
                 finding = Finding(
                     _code(verdict, code),
                     f"the loss of step {step}, `{comparison.loss}`, differs on rank {rank}: {found}",
@@ -42,7 +42,7 @@ def check(comparison: Comparison) -> CheckOutcome:
                         "expected": f"{found.expected:.17g}",
                         "actual": f"{float(actual):.17g}",
                         "relative difference": f"{found.relative:.3g}",
-                        "allowed": f"{comparison.tolerance.allowed(key):.3g}",
+                        "allowed": f"{comparison.tolerance.bound:.3g}",
                     },
                     cause,
                 )
@@ -61,8 +61,8 @@ def _cause(comparison: Comparison, losses: Mapping[int, Tensor], expected: Tenso
     holding = next((h for h in comparison.parameters.values() if set(losses) <= set(h.ranks)), None)
     axes = {} if holding is None else holding.axes
     at = {(r, 0): {"ranks": r} if holding is None else unravel(holding.ranks.index(r), axes) for r in losses}
-    pieces = {(rank, 0): exact(loss) for rank, loss in losses.items()}
-    return cause_of(WrongTensor("loss", pieces, exact(expected), at, sizes=axes)).told
+    pieces = {(rank, 0): real_numbers(loss) for rank, loss in losses.items()}
+    return cause_of(WrongTensor("loss", pieces, real_numbers(expected), at, sizes=axes)).told
 
 
 def _code(verdict: Verdict, code: str) -> str:

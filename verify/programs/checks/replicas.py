@@ -6,8 +6,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from op_registry.spec import SourceLocation
+
+from verify.programs.checks.compare_gradients_and_state import noun_of
 from verify.programs.checks.input_and_outcome import CheckOutcome, Comparison, Tally
-from verify.programs.checks.logical_tensors import Holding, StageTensor, by_rank, put_together, tied_copies_differ
+from verify.programs.checks.logical_tensors import (
+    Holding,
+    StageTensor,
+    UnequalElements,
+    by_rank,
+    put_together,
+    tied_copies_differ,
+)
 from verify.results.finding import Finding
 from verify.results.verdict import Verdict
 
@@ -46,22 +56,25 @@ def _kinds(comparison: Comparison) -> Iterable[_Kind]:
 def _within_stage(tally: Tally, comparison: Comparison, kind: _Kind, logical: StageTensor) -> None:
     for _ in range(logical.copies - len(logical.unequal)):
         tally.add(Verdict.TESTED_EXACT)
-    for one, other, found in logical.unequal:
-        name = logical.holding.name
-        finding = Finding(
-            "replicas_differ",
-            f"ranks {one} and {other} hold different copies of {_noun(kind, name)} at step {kind.step}",
-            comparison.place(name),
-            {
-                "tensor": name,
-                "step": str(kind.step),
-                "ranks": f"{one}, {other}",
-                "differing elements": str(found.elements),
-                "greatest difference": f"{found.largest:.6g}",
-            },
-        )
+    name = logical.holding.name
+    for found in logical.unequal:
+        what = f"{noun_of(kind.name, name)} at step {kind.step}"
+        finding = copies_differ(found, what, name, kind.step, comparison.place(name))
         repeated = any(f.counter_example["tensor"] == name for f in tally.findings)
         tally.add(Verdict.REFUTED, None if repeated else finding)
+
+
+def copies_differ(found: UnequalElements, what: str, tensor: str, step: int, place: SourceLocation | None) -> Finding:
+    """Return the finding on copies of `what` on two ranks."""
+    facts = {
+        "tensor": tensor,
+        "step": str(step),
+        "ranks": f"{found.first}, {found.other}",
+        "differing elements": str(found.elements),
+        "greatest difference": f"{found.largest:.6g}",
+    }
+    message = f"ranks {found.first} and {found.other} hold different copies of {what}"
+    return Finding("replicas_differ", message, place, facts)
 
 
 def _between_stages(tally: Tally, comparison: Comparison, kind: _Kind, one: StageTensor, other: StageTensor) -> None:
@@ -72,7 +85,7 @@ def _between_stages(tally: Tally, comparison: Comparison, kind: _Kind, one: Stag
     stages = f"{one.holding.stage} and {other.holding.stage}"
     finding = Finding(
         "replicas_differ",
-        f"stages {stages} hold different copies of {_noun(kind, name)} at step {kind.step}",
+        f"stages {stages} hold different copies of {noun_of(kind.name, name)} at step {kind.step}",
         comparison.place(name),
         {"tensor": name, "step": str(kind.step), "stages": stages},
         cause="the gradient of a tied parameter is summed over all stages that use it"
@@ -81,7 +94,3 @@ def _between_stages(tally: Tally, comparison: Comparison, kind: _Kind, one: Stag
     )
     repeated = any(f.counter_example["tensor"] == name for f in tally.findings)
     tally.add(Verdict.REFUTED, None if repeated else finding)
-
-
-def _noun(kind: _Kind, name: str) -> str:
-    return f"the gradient of `{name}`" if kind.name == "gradient" else f"the {kind.name} `{name}`"

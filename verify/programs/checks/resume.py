@@ -11,6 +11,7 @@ from torch import Tensor
 from nnscaler.atomic_writes import save_tensors
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.runtime.tensor_bits import same_bits
+from nnscaler.runtime.tensor_difference import difference
 from nnscaler.runtime.training.saving.checkpoint import load_checkpoint
 from verify.programs.checks import run_checks
 from verify.programs.checks.input_and_outcome import CheckOutcome, Comparison, Tally, merge_outcomes
@@ -23,7 +24,6 @@ from verify.programs.request import PlanRequest
 from verify.programs.source_map import SourceMap
 from verify.results.finding import Finding
 from verify.results.report import Check
-from verify.results.tolerance import difference
 from verify.results.verdict import Verdict
 
 
@@ -96,9 +96,9 @@ def check_other_plan(
     )
     outcome = run_simulator(alone, 1, request.timeout)
     if isinstance(outcome, Failure):
-        return CheckOutcome(
-            Check(NAME, outcome.verdict, 1, 1), (finding_of(outcome, program.path, SourceMap(prepared.graph)),)
-        )
+        refuted = int(outcome.verdict is Verdict.REFUTED)
+        finding = finding_of(outcome, program.path, SourceMap(prepared.graph))
+        return CheckOutcome(Check(NAME, outcome.verdict, refuted, refuted), (finding,))
     roles = program.roles()
     (parameters, buffers), reference = holdings_of(roles), comparison.reference
     last = replace(

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from verify.programs.causes.wrong_tensor import exact
+from nnscaler.runtime.tensor_difference import real_numbers
 from verify.programs.checks import compare_gradients_and_state, losses
 from verify.programs.checks.input_and_outcome import CheckOutcome, Comparison, merge_outcomes
 from verify.programs.execution.record_rank_steps import Entry
@@ -64,7 +64,7 @@ def _same_bits(comparison: Comparison, trial: SingleStep) -> CheckOutcome:
 
 
 def _finding(comparison: Comparison, trial: SingleStep, name: str, rank: int, plain: Tensor, scaled: Tensor) -> Finding:
-    plain, scaled = exact(plain), exact(scaled)
+    plain, scaled = real_numbers(plain), real_numbers(scaled)
     gap = (plain - scaled).abs()
     place = int(gap.argmax())
     return Finding(

@@ -15,9 +15,9 @@ from nnscaler.layout import MICRO, Partial, State, gradient_state, parse_state
 from nnscaler.manifest import Manifest
 from nnscaler.runtime.shards import Assembled, assemble, ravel, shard, unravel
 from nnscaler.runtime.stage_base_class import Stage, place_in_time, sizes_in_time
+from nnscaler.runtime.tensor_difference import FAMILY_SHARE, difference, largest_up_to
 from verify.programs.causes.find_cause_of_wrong_tensor import cause_of
 from verify.programs.causes.wrong_tensor import WrongTensor, laid_out
-from verify.results.tolerance import FAMILY_SHARE, difference, largest
 
 Pieces = dict[tuple[int, int], Tensor]  # (rank, micro-batch) -> what was seen
 Observed = dict[tuple[int, str, str], Pieces]  # (stage, phase, variable)
@@ -118,7 +118,7 @@ def _unequal_copies(
     variable: Variable, assembled: Assembled, expected: Tensor, bound: float, scale: float
 ) -> VariableDifference | None:
     """Find partial sums whose copies on another axis differ: the first copy alone is right."""
-    allowed = bound * max(largest(expected), FAMILY_SHARE * scale)
+    allowed = bound * max(largest_up_to(expected), FAMILY_SHARE * scale)
     unequal = [found for found in assembled.differences if found.largest > allowed]
     if not unequal:
         return None

@@ -17,6 +17,7 @@ from torch import Tensor
 from nnscaler.manifest import read_manifest
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.program.load_python import letting_go, load_role
+from nnscaler.runtime.tensor_bits import kept
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.executor_settings import ExecutorSettings
 from nnscaler.runtime.training.saving.checkpoint import load_checkpoint, save_checkpoint
@@ -155,7 +156,7 @@ def _run_rank(communicator: Communicator, task: Task, observe: Callable[..., Non
     forward, gathered = None, dict[str, Tensor]()
     if task.forward_only:
         executor = _executor(communicator, task, state)
-        forward = _kept(executor.forward_only(batch, keep=None))
+        forward = kept(executor.forward_only(batch, keep=None))
         gathered = {name: tensor.cpu() for name, tensor in executor.gather_results().items()}
     resumed = () if task.checkpoint is None else _resume(communicator, task, state, batch)
     return RankResult(
@@ -193,7 +194,7 @@ def _step(
 ) -> tuple[Tensor | None, tuple[Entry, ...], Tensor | None]:
     """Make one step of SGD; return the loss, the gradients before clipping, and their norm where they are clipped."""
     executor.zero_grad()
-    loss = _kept(executor.step(batch, keep=None))
+    loss = kept(executor.step(batch, keep=None))
     gradients = _entries(executor, "gradient")
     norm = executor.clip_grad_norm(task.max_norm).cpu() if clip and task.max_norm is not None else None
     parameters = {id(p): p for p in executor.parameters.values()}  # a tied one may be there twice
@@ -203,7 +204,7 @@ def _step(
 
 def _trial(communicator: Communicator, task: Task, state: Mapping[str, Tensor], trial: TrialTask) -> TrialResult:
     executor = _executor(communicator, task, state, loss_scale=trial.loss_scale)
-    loss = _kept(executor.step(torch.load(trial.batch, mmap=True, weights_only=True)))
+    loss = kept(executor.step(torch.load(trial.batch, mmap=True, weights_only=True)))
     return TrialResult(loss, _entries(executor, "gradient"))
 
 
@@ -230,13 +231,9 @@ def _descend(parameters: Sequence[torch.nn.Parameter], learning_rate: float) -> 
 
 
 def _entries(executor: RankExecutor, kind: str) -> tuple[Entry, ...]:
-    return tuple((stage, attribute, name, _kept(t)) for stage, attribute, name, t in executor.local_tensors(kind))
+    return tuple((stage, attribute, name, kept(t)) for stage, attribute, name, t in executor.local_tensors(kind))
 
 
 def _returned(executor: RankExecutor) -> tuple[Entry, ...]:
     made = {name: index for index, stage in executor.stages.items() for name in stage.results}
-    return tuple((made[name], name, name, _kept(tensor)) for name, tensor in executor.results.items())
-
-
-def _kept(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach().cpu().clone()
+    return tuple((made[name], name, name, kept(tensor)) for name, tensor in executor.results.items())

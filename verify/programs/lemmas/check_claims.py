@@ -18,6 +18,7 @@ from op_registry.errors import AnnotationError
 from op_registry.spec import Refusal
 
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
+from nnscaler.runtime.tensor_difference import largest
 from verify.evidence.dimension_types.check_localize_hooks import composes, left_alone
 from verify.evidence.dimension_types.prove import NO_GRADIENT
 from verify.evidence.oracle.case_runner import CaseResult, WholeRaised
@@ -32,7 +33,6 @@ from verify.programs.lemmas.claims_of_obligations import Claim, Passes, Splits, 
 from verify.programs.lemmas.make_call_tensors import Unrepresented
 from verify.programs.lemmas.small_call import FREE, Representative, represent
 from verify.results.finding import Finding
-from verify.results.tolerance import largest
 from verify.results.verdict import Condition, Strength, Verdict
 
 KINDS: tuple[Kind, ...] = ("integers", "normal", "sparse", "positive", "integers", "normal", "given", "definite")

@@ -25,6 +25,7 @@ from nnscaler.ir.operation_annotations import signatures
 from nnscaler.manifest import Manifest
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.program.user_operators import locate
+from nnscaler.runtime.tensor_difference import FLOAT64_BOUND, difference, family_scale
 from verify.evidence.inputs.concrete_call import ConcreteCall, function_of
 from verify.evidence.inputs.import_user_code import end_where_loaded_anew, load_anew
 from verify.evidence.oracle.run_whole_operator import WholeRun, run_whole
@@ -36,7 +37,6 @@ from verify.programs.lemmas.make_call_tensors import Unrepresented
 from verify.programs.lemmas.small_call import represent
 from verify.results.finding import Finding
 from verify.results.report import Check
-from verify.results.tolerance import FLOAT64_BOUND, difference, family_scale
 from verify.results.verdict import Verdict
 
 NAME = "operators loaded alone"

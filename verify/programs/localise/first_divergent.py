@@ -18,6 +18,7 @@ from torch import Tensor
 from op_registry.spec import SourceLocation
 
 from nnscaler.ir.graph import Graph
+from nnscaler.runtime.tensor_difference import family_scale, largest
 from verify.programs.execution.compare_variables import (
     Observed,
     Pieces,
@@ -30,13 +31,11 @@ from verify.programs.execution.compare_variables import (
 from verify.programs.execution.record_rank_steps import Task
 from verify.programs.execution.run_on_backend import run_simulator
 from verify.programs.localise.culprit_record import advice_on
+from verify.programs.localise.judge import BOUND
 from verify.programs.localise.reference_values import Logical, interpret
 from verify.programs.opened_program import OpenedProgram
 from verify.programs.source_map import Assignment, SourceMap, assignments_of
 from verify.results.finding import Finding
-from verify.results.tolerance import family_scale, largest
-
-BOUND = 1e-8
 
 
 def first_difference(

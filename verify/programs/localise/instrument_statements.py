@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from nnscaler.runtime.training.observe_intermediate_tensors import assigned_names
 from verify.programs.source_map import ModelLine, index_of_stage, model_lines
 
 Phase = Literal["prepare", "forward"]
@@ -121,11 +122,11 @@ class _Rewriter(ast.NodeTransformer):
         return node
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST:
-        names = [name for target in node.targets for name in _names(target)]
+        names = assigned_names(*node.targets)
         if not names:
             self.foreign.append(Foreign(self._stage, self._file, node.lineno, self._text(node)))
             return node
-        node.value = self._taught(node.value, node, tuple(names), "")
+        node.value = self._taught(node.value, node, names, "")
         return node
 
     def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
@@ -204,14 +205,6 @@ def _locals(method: ast.FunctionDef) -> set[str]:
     found = {n.arg for n in ast.walk(method) if isinstance(n, ast.arg)} - {"self"}
     found |= {n.id for n in ast.walk(method) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     return found | {n.name for n in ast.walk(method) if isinstance(n, ast.FunctionDef)} - {method.name}
-
-
-def _names(target: ast.expr) -> list[str]:
-    if isinstance(target, ast.Name):
-        return [target.id]
-    if isinstance(target, ast.Tuple | ast.List):
-        return [name for element in target.elts for name in _names(element)]
-    return []
 
 
 def _call(function: str, arguments: list[ast.expr], at: ast.AST) -> ast.expr:

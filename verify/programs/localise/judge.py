@@ -10,10 +10,10 @@ from torch import Tensor
 
 from nnscaler.ir.graph import Operation
 from nnscaler.layout import Partial, Replicated, Sharded, State
+from nnscaler.runtime.tensor_difference import family_scale, largest, largest_up_to
 from verify.programs.execution.compare_variables import Pieces, Variable, VariableDifference, compare_variable
 from verify.programs.localise.instrument_statements import Statement
 from verify.programs.localise.teacher_forcing import At, Execution, Teacher, results_of
-from verify.results.tolerance import family_scale, largest, largest_finite
 
 BOUND = 1e-8
 CLOSE = 1e-9  # of a repair: what one statement makes of right operands is rounded a few times only
@@ -89,7 +89,7 @@ def _scale(teacher: Teacher, statement: Statement) -> float:
         value = None if name is None else teacher.logical.values.get(name)
         if value is None or not value.is_floating_point() or not value.numel():
             continue
-        size = largest_finite(value)
+        size = largest_up_to(value)
         variable = teacher.variables.get((statement.stage, read))
         partial = variable is not None and any(isinstance(s, Partial) for s in variable.states.values())
         found = max(found, size if partial else ROUNDING * size)

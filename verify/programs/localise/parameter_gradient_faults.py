@@ -11,13 +11,13 @@ from torch import Tensor
 from nnscaler.ir.graph import Graph
 from nnscaler.runtime.shards import cut_further, shard, unravel
 from nnscaler.runtime.stage_base_class import Parameter, Stage, sizes_in_time
+from nnscaler.runtime.tensor_difference import difference, largest, real_numbers
 from verify.programs.causes.find_cause_of_wrong_tensor import cause_of
-from verify.programs.causes.wrong_tensor import CLOSE, Part, WrongTensor, exact, on_ranks
+from verify.programs.causes.wrong_tensor import CLOSE, Part, WrongTensor, on_ranks
 from verify.programs.checks.input_and_outcome import SHOWN
 from verify.programs.localise.culprit_record import Culprit, Key, RoleLine
 from verify.programs.localise.instrument_statements import Foreign
 from verify.programs.localise.teacher_forcing import Teacher
-from verify.results.tolerance import difference, largest
 
 Summed = Mapping[tuple[int, str], frozenset[str]]
 Ranks = Mapping[int, Tensor | None]
@@ -182,12 +182,12 @@ def _cause(
         return "the gradient is None: nothing was added to it"
     local = WrongTensor(
         "gradient",
-        {(rank, 0): exact(piece)},
-        exact(_own(stage, declared, rank, right)),
+        {(rank, 0): real_numbers(piece)},
+        real_numbers(_own(stage, declared, rank, right)),
         {(rank, 0): {}},
         sizes={**stage.axes, **sizes_in_time(stage)},
         judged=((rank, 0),),
-        before=None if last is None else exact(last),
+        before=None if last is None else real_numbers(last),
         parts=lambda: _parts(teacher, stage, declared, rank),
     )
     held = {owner: theirs for owner, theirs in ranks["now"].items() if theirs is not None}

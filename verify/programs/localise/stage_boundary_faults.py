@@ -8,11 +8,11 @@ from nnscaler.ir import gradient_flow
 from nnscaler.layout import Invariant, State
 from nnscaler.runtime.shards import shard, unravel
 from nnscaler.runtime.stage_base_class import is_trained, sizes_in_time
+from nnscaler.runtime.tensor_difference import difference
 from verify.programs.execution.compare_variables import compare_variable, facts_of
 from verify.programs.localise.culprit_record import Culprit, Key, RoleLine
 from verify.programs.localise.judge import BOUND
 from verify.programs.localise.teacher_forcing import Teacher
-from verify.results.tolerance import difference
 
 Lines = Mapping[Key, RoleLine]
 

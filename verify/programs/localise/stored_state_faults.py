@@ -10,11 +10,11 @@ from torch import Tensor
 from nnscaler.layout import Sharded, State
 from nnscaler.runtime.shards import shard
 from nnscaler.runtime.stage_base_class import Parameter, Stage
+from nnscaler.runtime.tensor_difference import difference
 from verify.programs.causes.find_cause_of_wrong_tensor import cuts
 from verify.programs.localise.candidate_repairs import Replay
 from verify.programs.localise.culprit_record import Culprit, Key, RoleLine
 from verify.programs.localise.judge import CLOSE, Wrong
-from verify.results.tolerance import difference
 
 _GROUPS = ("parameters", "frozen", "buffers", "constants")
 

@@ -16,7 +16,7 @@ from math import inf, isfinite, sqrt
 import torch
 from torch import Tensor
 
-from verify.results.tolerance import FAMILY_SHARE, difference, is_finite
+from nnscaler.runtime.tensor_difference import FAMILY_SHARE, difference, is_finite, real_numbers
 
 NAMES = ("greatest", "norm", "factor")
 Statistics = tuple[float, float, float]
@@ -28,8 +28,8 @@ def statistics(actual: Tensor, expected: Tensor, family: float) -> Statistics:
     greatest = difference(actual, expected, family).relative
     if actual.shape != expected.shape or not is_finite(actual) or not is_finite(expected):
         return (inf, inf, inf) if greatest > 0 else (0.0, 0.0, 0.0)
-    e = _numbers(expected)
-    gap = _numbers(actual) - e
+    e = real_numbers(expected)
+    gap = real_numbers(actual) - e
     scale = max(_norm(e), FAMILY_SHARE * family * sqrt(e.numel()))
     if scale == 0:
         return (greatest, greatest, greatest)
@@ -40,7 +40,7 @@ def floors(expected: Tensor, unit: float) -> Statistics:
     """Return the three statistics of rounding the right result once to the dtype. `unit`: half an epsilon."""
     if not (expected.is_floating_point() or expected.is_complex()):
         return (0.0, 0.0, 0.0)
-    square = _numbers(expected).square()
+    square = real_numbers(expected).square()
     total = float(square.sum())
     # the errors of the elements are independent: their sum grows with the root of how many there are
     spread = sqrt(float(square.square().sum())) / total if total > 0 and isfinite(total) else 1.0
@@ -49,15 +49,10 @@ def floors(expected: Tensor, unit: float) -> Statistics:
 
 def size(expected: Tensor, family: float) -> float:
     """Return the tensor's own size relative to the scale that `norm` uses: 1 unless it is (almost) zero in theory."""
-    e = _numbers(expected)
+    e = real_numbers(expected)
     own = _norm(e)
     scale = max(own, FAMILY_SHARE * family * sqrt(e.numel()))
     return own / scale if scale > 0 else 0.0
-
-
-def _numbers(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach().cpu()
-    return torch.view_as_real(tensor).double() if tensor.is_complex() else tensor.double()
 
 
 def _norm(tensor: Tensor) -> float:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 from torch import Tensor
 
+from nnscaler.runtime.tensor_difference import is_finite
+from verify.programs.checks.compare_gradients_and_state import absence
 from verify.programs.checks.input_and_outcome import Comparison
 from verify.programs.checks.logical_tensors import Holding, StageTensor, by_rank, put_together
 from verify.programs.low_precision.error_statistics import NAMES, Statistics, statistics
 from verify.programs.low_precision.noise import Target
 from verify.programs.reference.eager import gradient_value
-from verify.results.tolerance import Key, is_finite
+from verify.results.tolerance import Key
 from verify.results.verdict import Verdict
 
 KINDS = ("loss", "result", "gradient", "parameter", "buffer")
@@ -81,23 +83,15 @@ def _held(
 ) -> Measured | None:
     key = (kind, step, holding.name)
     target = targets.get(key)
-    noun = f"the {kind} of `{holding.name}`" if kind == "gradient" else f"the {kind} `{holding.name}`"
-    missing = "gradient_missing" if kind == "gradient" else f"{kind}_differs"
-    if logical.problem:
-        problem = f"{noun} cannot be put together from its shards: {logical.problem}"
-        return Measured(key, holding=holding, code=missing, problem=problem)
-    value = gradient_value(logical.value) if kind == "gradient" else logical.value
-    if target is None and value is None:
-        return None
-    if target is None:
-        if kind != "gradient":
-            return None  # the coverage check reports what the model does not have
-        problem = f"the program has a gradient of `{holding.name}` at step {step}, and the model has none"
-        return Measured(key, holding=holding, code="gradient_extra", problem=problem)
-    if value is None:
-        problem = f"the program has no {kind} of `{holding.name}` at step {step}, and the model has one"
-        return Measured(key, holding=holding, code=missing, problem=problem)
-    return Measured(key, _error(value, target), holding, finite=is_finite(value))
+    if kind == "gradient":
+        logical = replace(logical, value=gradient_value(logical.value))
+    told = absence(kind, step, logical, target is not None)
+    if told is not None and (kind == "gradient" or target is not None or logical.problem):
+        return Measured(key, holding=holding, code=told[0], problem=told[1])
+    if target is None or logical.value is None:
+        return None  # the coverage check reports what the model does not have
+    finite = is_finite(logical.value) or not is_finite(target.value)
+    return Measured(key, _error(logical.value, target), holding, finite=finite)
 
 
 def _error(value: Tensor, target: Target) -> Statistics:

@@ -23,19 +23,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nnscaler.tracing.export.module_copies import copied
+from nnscaler.runtime.tensor_difference import FILL, family_scale, is_finite, is_whole
+from nnscaler.tracing.export.module_copies import copied_with_hooks
 from nnscaler.tracing.float64_run import exact
 from nnscaler.tracing.sample_inputs import SampleInputs
 from verify.programs.low_precision.error_statistics import Statistics, floors, size, statistics
 from verify.programs.low_precision.reassociation_mode import Reassociated, RulesMode
 from verify.programs.reference.eager import Trajectory, run_reference
-from verify.results.tolerance import Key, family_scale, is_finite
+from verify.results.tolerance import Key
 
 # The model as a dtype sees it: values rounded to the dtype, and moved by one unit in the last place.
 
@@ -46,7 +48,7 @@ _BITS: Mapping[torch.dtype, torch.dtype] = MappingProxyType(
 
 def rounded_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Return a copy whose parameters and buffers are values of `dtype`, in their own dtypes."""
-    result = copied(model)
+    result = copied_with_hooks(model)
     with torch.no_grad():
         for tensor in (*result.parameters(), *result.buffers()):
             if tensor.is_floating_point():
@@ -62,7 +64,7 @@ def rounded_sample(sample: SampleInputs, dtype: torch.dtype) -> SampleInputs:
 def moved_model(model: nn.Module, dtype: torch.dtype, generator: torch.Generator) -> nn.Module:
     """Return a copy in which every element of every floating-point parameter moves by -1, 0 or +1 unit in the last
     place."""
-    result = copied(model)
+    result = copied_with_hooks(model)
     with torch.no_grad():
         for parameter in result.parameters():  # each object once, so tied ones once
             if parameter.is_floating_point():
@@ -238,7 +240,7 @@ def targets_of(trajectory: Trajectory) -> dict[Key, Target]:
     """Return every tensor of the exact result by (kind, step, name)."""
     found: dict[Key, Target] = {}
     for kind, step, tensors in _families(trajectory):
-        family = family_scale(t for t in tensors.values() if t is not None and t.is_floating_point())
+        family = family_scale(tensors.values(), FILL if kind in ("parameter", "buffer") else inf)
         for name, value in tensors.items():
             if value is not None and (kind != "result" or is_finite(value)):  # masked places of a result are infinite
                 found[kind, step, name] = Target(value, family, size(value, family))
@@ -296,7 +298,7 @@ def _noise_of(run: Trajectory, targets: Mapping[Key, Target]) -> Noise:
     for kind, step, tensors in _families(run):
         for name, value in tensors.items():
             target = targets.get((kind, step, name))
-            if value is None or target is None or not value.is_floating_point():
+            if value is None or target is None or is_whole(value):
                 continue
             if not is_finite(value) and is_finite(target.value):
                 return Noise(1, largest, (kind, step, name))

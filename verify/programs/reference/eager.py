@@ -10,22 +10,35 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from nnscaler.errors import NnscalerError
+from nnscaler.runtime.tensor_bits import kept
+from nnscaler.runtime.tensor_difference import FILL, difference, family_scale, is_finite
 from nnscaler.runtime.training.gradients.unshare_gradient_memory import separate_gradients
 from nnscaler.tracing.export.loss_module import Results, results_of
 from nnscaler.tracing.export.module_copies import copied
 from nnscaler.tracing.export.user_source_locations import model_errors
-from nnscaler.tracing.float64_run import convert_floats, exact, own_dtype, run_backward, with_draws, without_dropout
+from nnscaler.tracing.float64_run import (
+    convert_floats,
+    exact,
+    exact_dtype,
+    exact_tensor,
+    own_dtype,
+    run_backward,
+    with_draws,
+    without_dropout,
+)
 from nnscaler.tracing.sample_inputs import SampleInputs
 from verify.programs.reference.program_draws import Draw, ProgramDraws, UnmatchedDraws
 from verify.results.finding import Finding
-from verify.results.tolerance import Key, Tolerance, difference, exact_tolerance, family_scale, is_finite
+from verify.results.tolerance import Key, Tolerance
 
+Kind = Literal["parameter", "buffer"]
 _told = partial(model_errors, "the model itself raises on the sample batch", UnmatchedDraws)
 
 
@@ -49,17 +62,16 @@ _AMOUNT = 0.3  # of the parameter's own scale
 
 
 def randomise_parameters(module: nn.Module, seed: int) -> None:
-    """Move every floating-point parameter and running statistic of `module`, in place; the same seed gives the same
-    values.
+    """Move every parameter and running statistic of `module`, in place; the same seed gives the same values.
 
     Tied parameters are moved once. Integer parameters stay.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():  # each object once, so tied ones once
-            if parameter.is_floating_point():
-                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-                value = parameter.double().cpu()
+            if parameter.is_floating_point() or parameter.is_complex():
+                value = exact_tensor(parameter).cpu()
+                noise = torch.randn(parameter.shape, generator=generator, dtype=value.dtype)
                 parameter.copy_(value + scale_of(value) * _AMOUNT * noise)
         for part in module.modules():
             if isinstance(part, _NormBase) and part.running_mean is not None and part.running_var is not None:
@@ -76,14 +88,29 @@ def scale_of(value: Tensor) -> float:
     return size if size > 1e-6 else _FLOOR
 
 
+def state_of(module: nn.Module) -> Iterator[tuple[str, Tensor, Kind]]:
+    """Yield every parameter, then every buffer, by each of its names."""
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        yield name, parameter, "parameter"
+    for name, buffer in module.named_buffers(remove_duplicate=False):
+        yield name, buffer, "buffer"
+
+
+def put_state(module: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Give the parameters and buffers of these names these values."""
+    with torch.no_grad():
+        for name, tensor, _ in state_of(module):
+            if name in values:
+                tensor.copy_(values[name])
+
+
 def logical_state(module: nn.Module) -> dict[str, Tensor]:
     """Return every parameter and buffer by each of its names, detached copies on the CPU."""
     state: dict[str, Tensor] = {}
     copies: dict[int, Tensor] = {}
-    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    for name, tensor in named:
+    for name, tensor, _ in state_of(module):
         if id(tensor) not in copies:
-            copies[id(tensor)] = tensor.detach().cpu().clone()
+            copies[id(tensor)] = kept(tensor)
         state[name] = copies[id(tensor)]
     return state
 
@@ -141,7 +168,7 @@ class Trajectory:
 def names_of(module: nn.Module) -> dict[str, tuple[str, ...]]:
     """Return, by name of a parameter or buffer, all names of the same tensor, the canonical one first."""
     by_object: dict[int, list[str]] = {}
-    for name, tensor in _all_tensors(module):
+    for name, tensor, _ in state_of(module):
         by_object.setdefault(id(tensor), []).append(name)
     return {name: tuple(names) for names in by_object.values() for name in names}
 
@@ -173,30 +200,32 @@ def run_reference(
     gradients: list[dict[str, Tensor | None]] = []
     norm = None
     with running_in(model, dtype, draws, how.told):
-        inputs = {name: _cast(t, dtype) for name, t in sample.tensors.items()}
         for step in range(steps):
             if draws is not None:
                 draws.begin(step)
             model.zero_grad(set_to_none=True)
-            found = backward_results(model, sample, inputs, how.loss_scale)
+            found = backward_results(model, sample, sample.tensors, how.loss_scale, dtype)
             if draws is not None:
                 draws.end()
-            results.append({name: _copy(t) for name, t in found.rest.tensors.items()})
+            results.append({name: kept(t) for name, t in found.rest.tensors.items()})
             if found.loss is None:
                 break
-            losses.append(_copy(found.loss))
+            losses.append(kept(found.loss))
             gradients.append(_gradients(model))
             if learning_rate is None:
                 learning_rate = choose_learning_rate(model)
             if how.clip and step == steps - 1:
                 how, norm = _clip(model, how)
             torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=learning_rate).step()
-    parameters = {n: p.detach().cpu() for n, p in model.named_parameters(remove_duplicate=False)}
-    buffers = {n: b.detach().cpu() for n, b in model.named_buffers(remove_duplicate=False)}
+    after: dict[Kind, dict[str, Tensor]] = {"parameter": {}, "buffer": {}}
+    for name, tensor, kind in state_of(model):
+        after[kind][name] = tensor.detach().cpu()
     rate = 0.0 if learning_rate is None else learning_rate
     seconds = time.perf_counter() - started
     of_steps = tuple(results)
-    return Trajectory(tuple(losses), tuple(gradients), parameters, buffers, rate, seconds, norm, how, of_steps)
+    return Trajectory(
+        tuple(losses), tuple(gradients), after["parameter"], after["buffer"], rate, seconds, norm, how, of_steps
+    )
 
 
 def record_draws(module: nn.Module, sample: SampleInputs) -> ProgramDraws:
@@ -204,7 +233,7 @@ def record_draws(module: nn.Module, sample: SampleInputs) -> ProgramDraws:
     model = copied(module)
     draws = ProgramDraws()
     with running_in(model, torch.float64, draws, own_dtype(module)):
-        forward_results(model, sample, {n: _cast(t, torch.float64) for n, t in sample.tensors.items()})
+        forward_results(model, sample, sample.tensors)
     return draws
 
 
@@ -218,25 +247,36 @@ def choose_learning_rate(model: nn.Module) -> float:
     return float(f"{UPDATE_SHARE * (size / slope) ** 0.5:.1e}")
 
 
+def clip_limit(gradients: Iterable[Tensor | None]) -> float | None:
+    """Return a norm, of two digits, to which clipping is active; None where the gradients have none."""
+    size = float(torch.nn.utils.get_total_norm([gradient for gradient in gradients if gradient is not None]))
+    return float(f"{CLIP_SHARE * size:.2g}") if 0 < size < float("inf") else None
+
+
 def _clip(model: nn.Module, how: ReferenceSettings) -> tuple[ReferenceSettings, Tensor | None]:
     """Clip the gradients by torch's own function, and return their norm before."""
     trained = [p for p in model.parameters() if p.grad is not None]
     limit = how.max_norm
     if limit is None:
-        size = float(torch.nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None]))
-        if not 0 < size < float("inf"):
-            return replace(how, clip=False), None
-        limit = float(f"{CLIP_SHARE * size:.2g}")
+        limit = clip_limit(p.grad for p in trained)
+    if limit is None:
+        return replace(how, clip=False), None
     norm = torch.nn.utils.clip_grad_norm_(trained, limit)
     return replace(how, max_norm=limit), norm.detach().cpu()
 
 
-def backward_results(model: nn.Module, sample: SampleInputs, inputs: Mapping[str, Tensor], scale: float) -> Results:
+def backward_results(
+    model: nn.Module,
+    sample: SampleInputs,
+    inputs: Mapping[str, Tensor],
+    scale: float = 1.0,
+    dtype: torch.dtype = torch.float64,
+) -> Results:
     """Return the results, after a backward pass that starts from `scale`, which is divided out of the gradients.
 
     A gradient without elements is none: see `gradient_value`.
     """
-    found = forward_results(model, sample, inputs)
+    found = forward_results(model, sample, inputs, dtype)
     loss = found.loss
     if loss is None:
         return found
@@ -244,12 +284,20 @@ def backward_results(model: nn.Module, sample: SampleInputs, inputs: Mapping[str
         raise NnscalerError("no_gradient", "the loss does not depend on any parameter that is trained")
     with _told():
         run_backward(loss, torch.full_like(loss, scale))
+    settle_gradients(model)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad = gradient_value(parameter.grad if scale == 1.0 else parameter.grad / scale)
+    return found
+
+
+def settle_gradients(model: nn.Module) -> None:
+    """Give each gradient memory of its own, and all of its elements: an embedding's may be sparse, which torch cannot
+    clip."""
     separate_gradients(model.parameters())
     for parameter in model.parameters():
         if parameter.grad is not None:
-            dense = parameter.grad.to_dense()  # an embedding's may be sparse, which torch cannot clip
-            parameter.grad = gradient_value(dense if scale == 1.0 else dense / scale)
-    return found
+            parameter.grad = parameter.grad.to_dense()
 
 
 def gradient_value(gradient: Tensor | None) -> Tensor | None:
@@ -258,31 +306,18 @@ def gradient_value(gradient: Tensor | None) -> Tensor | None:
     return None if gradient is None or not gradient.numel() else gradient
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().clone()
-
-
-def forward_results(model: nn.Module, sample: SampleInputs, inputs: Mapping[str, Tensor]) -> Results:
-    """Return what the model makes of these inputs. Raises NnscalerError `model_raised`."""
-    args, kwargs = sample.rebuild({name: t.clone() for name, t in inputs.items()})
+def forward_results(
+    model: nn.Module, sample: SampleInputs, inputs: Mapping[str, Tensor], dtype: torch.dtype = torch.float64
+) -> Results:
+    """Return what the model makes of copies of these inputs in the dtype. Raises NnscalerError `model_raised`."""
+    copies = {name: t.to(exact_dtype(t.dtype, dtype), copy=True) for name, t in inputs.items()}
+    args, kwargs = sample.rebuild(copies)
     with _told():
         return results_of(model(*args, **kwargs))
 
 
 def _gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    return {
-        name: None if p.grad is None else p.grad.detach().cpu().clone()
-        for name, p in model.named_parameters(remove_duplicate=False)
-    }
-
-
-def _all_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+    return {name: kept(p.grad) for name, p in model.named_parameters(remove_duplicate=False)}
 
 
 @contextmanager
@@ -312,7 +347,7 @@ def measure_condition(model: nn.Module, sample: SampleInputs, reference: Traject
     moved = moved_model(model)
     rate, settings = reference.learning_rate, reference.settings
     run = run_reference(moved, sample, steps=steps, learning_rate=rate, settings=settings)
-    return exact_tolerance(noise_between(run, reference))
+    return Tolerance(noise_between(run, reference))
 
 
 def moved_model(model: nn.Module) -> nn.Module:
@@ -322,7 +357,7 @@ def moved_model(model: nn.Module) -> nn.Module:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in moved.parameters():
-            if parameter.is_floating_point():
+            if parameter.is_floating_point() or parameter.is_complex():
                 signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
                 parameter.mul_(1 + signs.double() * torch.finfo(torch.float64).eps)
     return moved
@@ -335,28 +370,25 @@ def noise_between(one: Trajectory, exact: Trajectory) -> dict[Key, float]:
     for step, (a, b) in enumerate(zip(one.losses, exact.losses, strict=True)):
         noise["loss", step, ""] = difference(a, b, scale).relative
     for step, (found, right) in enumerate(zip(one.gradients, exact.gradients, strict=True)):
-        _family(noise, "gradient", step, found, right)
+        _family(noise, ("gradient", step), found, right, family_scale(right.values()))
     for step, (returned, own) in enumerate(zip(one.results, exact.results, strict=True)):
-        for name, expected in own.items():
-            _family(noise, "result", step, {name: returned[name]}, {name: expected})
+        _family(noise, ("result", step), returned, own, 0.0)
     last = len(exact.losses) - 1
     if one.norm is not None and exact.norm is not None:
         noise["norm", last, ""] = difference(one.norm, exact.norm).relative
-    _family(noise, "parameter", last, one.parameters, exact.parameters)
-    floating = {n: b for n, b in exact.buffers.items() if b.is_floating_point()}
-    _family(noise, "buffer", last, one.buffers, floating)
+    for kind, found, right in (("parameter", one.parameters, exact.parameters), ("buffer", one.buffers, exact.buffers)):
+        _family(noise, (kind, last), found, right, family_scale(right.values(), FILL))
     return noise
 
 
 def _family(
     noise: dict[Key, float],
-    kind: str,
-    step: int,
+    when: tuple[str, int],
     found: Mapping[str, Tensor | None],
     right: Mapping[str, Tensor | None],
+    scale: float,
 ) -> None:
-    scale = family_scale(right.values())
     for name, expected in right.items():
         actual = found.get(name)
         if expected is not None and actual is not None:
-            noise[kind, step, name] = difference(actual, expected, scale).relative
+            noise[(*when, name)] = difference(actual, expected, scale).relative

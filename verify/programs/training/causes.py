@@ -13,10 +13,11 @@ from math import log2
 
 from torch import Tensor
 
+from nnscaler.runtime.tensor_difference import real_numbers
 from verify.programs.causes.find_cause_of_wrong_tensor import cause_of, misplaced
 from verify.programs.causes.wrong_tensor import STAGES, Place, WrongTensor
 from verify.programs.checks.gradient_norm import cause_of_norm, own_norms
-from verify.programs.training import causes_in_parameter_versions, mistake_effects_on_losses, mistake_effects_on_updates
+from verify.programs.training import mistake_effects_on_losses, mistake_effects_on_updates
 from verify.programs.training.training_run_pair import Alternatives, Candidate, ComparedValue, Trained
 
 CLOSE = 1e-8  # an alternative that is this near is the one
@@ -59,14 +60,14 @@ def _sentences(trained: Trained, found: ComparedValue) -> Iterator[str]:
 
 def _piece(wrong: WrongTensor, candidate: Candidate, place: Place) -> Tensor | None:
     logical = candidate if isinstance(candidate, Tensor) else candidate.get(place[0])
-    return None if logical is None else wrong.cut(logical.double(), place)
+    return None if logical is None else wrong.cut(real_numbers(logical), place)
 
 
 def _wrong_tensor(trained: Trained, found: ComparedValue) -> WrongTensor:
     """Return the tensor with the gradients of its step and of the one before; ranks that share it lie on an axis."""
     assert found.expected is not None
     layouts = {rank.rank: rank.layout(found.parameter) or rank.layouts[0] for rank in trained.ranks}
-    pieces = {(rank, 0): piece.double() for rank, piece in found.observed.pieces.items()}
+    pieces = {(rank, 0): real_numbers(piece) for rank, piece in found.observed.pieces.items()}
     seen: Counter[tuple[tuple[str, int], ...]] = Counter()
     at: dict[Place, dict[str, int]] = {}
     for place in pieces:
@@ -80,12 +81,12 @@ def _wrong_tensor(trained: Trained, found: ComparedValue) -> WrongTensor:
     return WrongTensor(
         found.kind,
         pieces,
-        found.expected.double(),
+        real_numbers(found.expected),
         at,
         lambda tensor, place: tensor[found.observed.regions[place[0]]],
         sizes=layouts[next(iter(layouts))].sizes if summed else {},
-        before=None if before is None else before.double(),
-        others={n: g.double() for n, g in others.items() if g is not None and n != found.name},
+        before=None if before is None else real_numbers(before),
+        others={n: real_numbers(g) for n, g in others.items() if g is not None and n != found.name},
         scale=found.scale,
         close=CLOSE,
     )
@@ -101,6 +102,55 @@ def _norm(found: ComparedValue) -> str | None:
     return own_norms(norms, expected, CLOSE) or (cause_of_norm(norms[0], expected, CLOSE) if factor else None)
 
 
+# Of a stream: which other versions of parameters would make its losses and gradients.
+
+UNSTASHED = (
+    "its backward goes through the newest parameters, and its forward went through older ones: the stage does not keep "
+    "the version that the batch read (stashing is missing)"
+)
+
+
+def _loss_of_stream(trained: Trained, found: ComparedValue) -> Alternatives:
+    for sentence, read in _other_versions(trained, found.step):
+        yield f"it is computed with {sentence}", _compute(trained, found, read)[0]
+
+
+def _gradient_of_stream(trained: Trained, found: ComparedValue) -> Alternatives:
+    stale, newest = trained.eager.read(found.step, trained.course.delays or {}), trained.eager.before(found.step)
+    unstashed = _compute(trained, found, stale, newest)[1].get(found.name)
+    if unstashed is not None:
+        yield UNSTASHED, unstashed
+    for sentence, read in _other_versions(trained, found.step):
+        gradient = _compute(trained, found, read)[1].get(found.name)
+        if gradient is not None:
+            yield f"it is that of {sentence}", gradient
+    for step, made in enumerate(trained.eager.steps):
+        other = made.gradients.get(found.name)
+        if step != found.step and other is not None:
+            yield f"it is the gradient of batch {step}: updates are applied in another order", other
+
+
+def _other_versions(trained: Trained, step: int) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
+    """Yield parameters that the batch should not have read."""
+    delays, eager = trained.course.delays or {}, trained.eager
+    yield "the newest parameters on every stage: the model itself, and not delayed SGD", eager.before(step)
+    for name in dict.fromkeys(sorted(delays.values())):
+        for more, text in ((1, "one update older"), (-1, "one update newer")):
+            changed = {n: d + more if d == name else d for n, d in delays.items()}
+            stage = max(delays.values()) - name
+            yield f"parameters of stage {stage} that are {text} than its staleness says", eager.read(step, changed)
+    for more, text in ((1, "one update older"), (-1, "one update newer")):
+        changed = {n: max(0, d + more) for n, d in delays.items()}
+        yield f"parameters that are {text} than the staleness says, on every stage", eager.read(step, changed)
+
+
+def _compute(
+    trained: Trained, found: ComparedValue, read: Mapping[str, Tensor], back: Mapping[str, Tensor] | None = None
+) -> tuple[Tensor, dict[str, Tensor | None]]:
+    number = trained.course.first_batch(found.step)
+    return trained.model.compute(read, trained.course.batches()[number], number, back=back)
+
+
 _ALTERNATIVES: Mapping[str, Callable[[Trained, ComparedValue], Alternatives]] = {
     "learning rate": mistake_effects_on_losses.of_rate,
     "loss": mistake_effects_on_losses.of_loss,
@@ -112,6 +162,6 @@ _ALTERNATIVES: Mapping[str, Callable[[Trained, ComparedValue], Alternatives]] = 
     "evaluation": mistake_effects_on_losses.of_evaluation,
 }
 _IN_STREAMS: Mapping[str, Callable[[Trained, ComparedValue], Alternatives]] = {
-    "loss": causes_in_parameter_versions.of_loss,
-    "gradient": causes_in_parameter_versions.of_gradient,
+    "loss": _loss_of_stream,
+    "gradient": _gradient_of_stream,
 }

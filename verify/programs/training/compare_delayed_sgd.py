@@ -21,12 +21,13 @@ from verify.programs.opened_program import OpenedProgram
 from verify.programs.prepare_verification import Prepared
 from verify.programs.reference.eager import ReferenceSettings, Trajectory
 from verify.programs.request import PlanRequest
+from verify.programs.rerun_with_other_scale_or_labels import failed
 from verify.programs.training.eager import EagerRun, eager_model
 from verify.programs.training.run import (
+    NAME,
     Training,
     batches_of,
     compare_runs,
-    outcome_of,
     program_of,
     run_ranks,
     scales,
@@ -143,7 +144,7 @@ def _compared(
     found = run_ranks(training, request, prepared, work, backend)
     seconds = time.perf_counter() - started
     if isinstance(found, Failure):
-        return [_renamed(outcome_of(found, prepared, seconds), suffix)], eager
+        return [_renamed(failed(found, prepared, seconds, NAME, "training: "), suffix)], eager
     prepared.context.progress("run", seconds, f"a stream of {count} batches on {request.rank_count} ranks, {backend}")
     ran = CheckOutcome(Check(RAN, Verdict.TESTED_EXACT, len(found), 0, seconds, f"{count} batches"))
     outcomes = [ran, *compare_runs(training, found, prepared, eager)]

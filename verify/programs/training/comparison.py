@@ -8,20 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import inf
 
 from torch import Tensor
 
 from op_registry.spec import SourceLocation
 
+from nnscaler.runtime.tensor_difference import FILL, TensorDifference, difference, family_scale
 from verify.programs.checks.input_and_outcome import CheckOutcome, Tally
+from verify.programs.checks.logical_tensors import JoinedTensor, UnequalElements, join, unequal
+from verify.programs.checks.replicas import copies_differ
 from verify.programs.reference.eager import gradient_value
 from verify.programs.training import causes
 from verify.programs.training.eager import EagerRun
-from verify.programs.training.join_shards import JoinedTensor, UnequalElements, put_together, unequal
 from verify.programs.training.rank_loop import StepRecord
 from verify.programs.training.training_run_pair import ComparedValue, Trained
 from verify.results.finding import Finding
-from verify.results.tolerance import Key, Tolerance, difference, exact_tolerance, family_scale, is_finite
+from verify.results.tolerance import Key, Tolerance
 from verify.results.verdict import Verdict
 
 # name of the check -> its finding's code; in the order in which one thing leads to another
@@ -55,10 +58,10 @@ def compare(
     """Return the outcomes. `again`: the eager run from parameters moved by one unit of rounding, for where something
     differs; `place`: where the model uses a parameter."""
     every = list(everything(trained))
-    tolerance = exact_tolerance()
+    tolerance = Tolerance()
     off = [_relative(entry) for entry in every]
     if any(not tolerance.judge(e.key, relative).passes for e, relative in zip(every, off, strict=True)):
-        tolerance = exact_tolerance(_noise(trained, again()))
+        tolerance = Tolerance(_noise(trained, again()))
     verdicts = [tolerance.judge(e.key, relative) for e, relative in zip(every, off, strict=True)]
     wrong = {e.key: (e, v) for e, v in zip(every, verdicts, strict=True) if not v.passes}
     told = _first([entry for entry, _ in wrong.values()])
@@ -144,10 +147,9 @@ def _states(
             found = {rank: s.states.get(name, {}).get(key) for rank, s in steps.items()}
             shape = tuple(trained.eager.initial[name].shape)
             if tuple(tensor.shape) == shape and shape:
-                whole = put_together(name, trained.ranks, found)
+                whole = join(trained.layouts(name), found)
             else:  # a count, or what is no part of any shard: every owner has all of it
-                holders = {r.rank for r in trained.ranks if r.layout(name) is not None}
-                whole = _alike({r: t for r, t in found.items() if t is not None}, holders)
+                whole = _alike({r: t for r, t in found.items() if t is not None}, set(trained.layouts(name)))
             yield ComparedValue("state", number, f"{key} of {name}", whole, tensor, scale)
 
 
@@ -158,9 +160,9 @@ def _tensors(
     expected: Mapping[str, Tensor | None],
     found: Mapping[int, Mapping[str, Tensor | None]],
 ) -> Iterator[ComparedValue]:
-    scale = family_scale(t for t in expected.values() if t is not None and t.is_floating_point())
+    scale = family_scale(expected.values(), inf if kind == "gradient" else FILL)
     for name, right in expected.items():
-        whole = put_together(name, trained.ranks, {rank: entries.get(name) for rank, entries in found.items()})
+        whole = join(trained.layouts(name), {rank: entries.get(name) for rank, entries in found.items()})
         if kind == "gradient":
             whole = replace(whole, value=gradient_value(whole.value))
         yield ComparedValue(kind, number, name, whole, right, scale)
@@ -190,13 +192,17 @@ def _relative(entry: ComparedValue) -> float:
     if entry.observed.value is None or entry.expected is None:
         same = entry.observed.value is None and entry.expected is None and not entry.observed.problem
         return 0.0 if same else float("inf")
+    return _worst(entry)[0].relative
+
+
+def _worst(entry: ComparedValue) -> tuple[TensorDifference, str]:
+    """Return the difference, and where copies differ the rank on which it is largest, in words."""
+    assert entry.expected is not None and entry.observed.value is not None
     if not entry.observed.unequal:
-        return difference(entry.observed.value, entry.expected, entry.scale).relative
-    scale = max(entry.scale * 1e-3, family_scale([entry.expected]))
-    worst = 0.0
-    for rank, piece in entry.observed.pieces.items():
-        worst = max(worst, difference(piece, entry.expected[entry.observed.regions[rank]], scale * 1e3).relative)
-    return worst
+        return difference(entry.observed.value, entry.expected, entry.scale), ""
+    apart = entry.observed.apart(entry.expected, entry.scale)
+    rank = max(apart, key=lambda r: apart[r].relative)
+    return apart[rank], f"on rank {rank}, "
 
 
 def _noise(trained: Trained, moved: EagerRun) -> dict[Key, float]:
@@ -232,28 +238,16 @@ def _finding(
         if entry.kind == "state" and entry.observed.problem:
             code = "optimizer_state_owner"
     else:
-        found = _worst(entry)
-        message = f"{subject} differs: {found}"
-        code = code if is_finite(value) else "not_finite"
-        allowed = tolerance.allowed(entry.key)
-        ranks = entry.observed.wrong_ranks(entry.expected, allowed, entry.scale * 1e-3)
+        found, where = _worst(entry)
+        message = f"{subject} differs: {where}{found}"
+        code = "not_finite" if found.not_finite else code
+        allowed = tolerance.bound
+        apart = entry.observed.apart(entry.expected, entry.scale)
+        ranks = [rank for rank, gap in apart.items() if gap.relative > allowed]
         facts |= {"ranks": ", ".join(map(str, ranks)), "allowed": f"{allowed:.3g}"}
     if verdict is not Verdict.REFUTED:
         code = "near_threshold"
     return Finding(code, f"training: {message}", place(name), facts, cause)
-
-
-def _worst(entry: ComparedValue) -> str:
-    """Return the difference in words, of the rank where it is largest."""
-    assert entry.expected is not None and entry.observed.value is not None
-    if not entry.observed.unequal:
-        return str(difference(entry.observed.value, entry.expected, entry.scale))
-    told = {
-        rank: difference(piece, entry.expected[entry.observed.regions[rank]], entry.scale)
-        for rank, piece in entry.observed.pieces.items()
-    }
-    rank = max(told, key=lambda r: told[r].relative)
-    return f"on rank {rank}, {told[rank]}"
 
 
 def _subject(trained: Trained, entry: ComparedValue) -> str:
@@ -301,16 +295,9 @@ def _unlike(
     trained: Trained, entry: ComparedValue, found: UnequalElements, place: Callable[[str], SourceLocation | None]
 ) -> Finding:
     name = entry.parameter
-    message = f"training: ranks {found.first} and {found.other} hold different copies of {_subject(trained, entry)}"
-    facts = {
-        "tensor": name or entry.kind,
-        "step": str(entry.step),
-        "ranks": f"{found.first}, {found.other}",
-        "differing elements": str(found.elements),
-        "greatest difference": f"{found.largest:.6g}",
-    }
+    told = copies_differ(found, _subject(trained, entry), name or entry.kind, entry.step, place(name))
     (cause,) = causes.explain_all(trained, [entry])
-    return Finding("replicas_differ", message, place(name), facts, cause)
+    return replace(told, message=f"training: {told.message}", cause=cause)
 
 
 def _owners(

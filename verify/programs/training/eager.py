@@ -17,7 +17,14 @@ from nnscaler.tracing.float64_run import own_dtype
 from nnscaler.tracing.sample_inputs import SampleInputs
 from verify.programs.delayed_sgd import version_at
 from verify.programs.prepare_verification import Prepared
-from verify.programs.reference.eager import backward_results, forward_results, moved_model, record_draws, running_in
+from verify.programs.reference.eager import (
+    backward_results,
+    forward_results,
+    moved_model,
+    put_state,
+    record_draws,
+    running_in,
+)
 from verify.programs.reference.program_draws import Draw, ProgramDraws
 from verify.programs.training.rank_loop import StepRecord, rates_of, states_of
 from verify.programs.training.training_recipe import Batch, Course, make_optimizer, make_scheduler
@@ -117,10 +124,7 @@ class EagerModel:
         model = copied(self.model)
         draws = self._drawing() if dropout and not evaluate else None
         with running_in(model, torch.float64, draws, self.told):
-            with torch.no_grad():
-                for name, parameter in model.named_parameters():
-                    if name in parameters:
-                        parameter.copy_(parameters[name])
+            put_state(model, parameters)
             if evaluate:
                 return self._evaluated(model, batch), {}
             if back is not None:
@@ -134,12 +138,10 @@ class EagerModel:
         for text in ("the buffers as they are built", "zeros"):
             model = copied(self.model)
             with torch.no_grad(), running_in(model, torch.float64, None, self.told):
-                for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-                    if name in parameters:
-                        tensor.copy_(parameters[name])
-                    elif text == "zeros" and not isinstance(tensor, nn.Parameter):
-                        tensor.zero_()
-                forward_results(model, self.sample, _cast(batch))
+                put_state(model, parameters)
+                for buffer in model.buffers() if text == "zeros" else ():
+                    buffer.zero_()
+                forward_results(model, self.sample, batch)
             found.append((text, {n: b.detach().clone() for n, b in model.named_buffers()}))
         return found
 
@@ -148,7 +150,7 @@ class EagerModel:
         model = copied(self.model)
         try:
             with torch.no_grad(), running_in(model, torch.float64, None, self.told):
-                return bool(torch.isfinite(_loss(forward_results(model, self.sample, _cast(batch)))))
+                return bool(torch.isfinite(_loss(forward_results(model, self.sample, batch))))
         except Exception:  # noqa: BLE001 - whatever the user's code raises
             return False
 
@@ -166,7 +168,7 @@ class EagerModel:
     def _backward(self, model: nn.Module, batch: Batch, number: int, draws: ProgramDraws | None) -> Tensor:
         if draws is not None and self.draws is not None:
             draws.begin(number, self.draws.get(_rows(batch), next(iter(self.draws.values()))))
-        loss = _loss(backward_results(model, self.sample, _cast(batch), 1.0)).detach().clone()
+        loss = _loss(backward_results(model, self.sample, batch)).detach().clone()
         if draws is not None:
             draws.end()
         return loss
@@ -175,7 +177,7 @@ class EagerModel:
         """Return the loss in evaluation mode, in which the model then is."""
         model.eval()
         with torch.no_grad():
-            return _loss(forward_results(model, self.sample, _cast(batch))).detach().clone()
+            return _loss(forward_results(model, self.sample, batch)).detach().clone()
 
 
 def _loss(found: Results) -> Tensor:
@@ -221,11 +223,11 @@ def updated(
 def _reading(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
     """While open, these parameters have these values."""
     newest = {name: p.detach().clone() for name, p in model.named_parameters() if name in values}
-    _set(model, values)
+    put_state(model, values)
     try:
         yield
     finally:
-        _set(model, newest)
+        put_state(model, newest)
 
 
 def _overwrite(model: nn.Module, values: Mapping[str, Tensor]) -> None:
@@ -235,19 +237,8 @@ def _overwrite(model: nn.Module, values: Mapping[str, Tensor]) -> None:
             parameter.data.copy_(values[name])
 
 
-def _set(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name in values:
-                parameter.copy_(values[name])
-
-
 def _parameters(model: nn.Module) -> dict[str, Tensor]:
     return {n: p.detach().clone() for n, p in model.named_parameters()}
-
-
-def _cast(batch: Batch) -> dict[str, Tensor]:
-    return {n: t.double() if t.is_floating_point() else t for n, t in batch.items()}
 
 
 def _rows(batch: Batch) -> int:

@@ -11,7 +11,8 @@ from torch import Tensor
 from nnscaler.tracing.export.module_copies import copied
 from nnscaler.tracing.float64_run import convert_floats
 from verify.programs.causes.find_cause_of_wrong_tensor import NARROW
-from verify.programs.training.join_shards import indices_of
+from verify.programs.checks.logical_tensors import indices_of
+from verify.programs.reference.eager import put_state
 from verify.programs.training.training_recipe import Batch, rate_at
 from verify.programs.training.training_run_pair import Alternatives, ComparedValue, Trained
 
@@ -96,7 +97,7 @@ def _gathered(trained: Trained, right: Mapping[str, Tensor], step: int) -> Itera
     """Return parameters that were put together wrongly from their shards."""
     moves: dict[str, list[tuple[str, Tensor]]] = {}
     for name, value in right.items():
-        regions = [indices_of(layout) for r in trained.ranks if (layout := r.layout(name)) is not None]
+        regions = [indices_of(layout) for layout in trained.layouts(name).values()]
         if step:
             moves.setdefault("", []).append((name, trained.eager.before(step - 1)[name]))
         distinct = [r for i, r in enumerate(regions) if not any(_same(r, other) for other in regions[:i])]
@@ -212,8 +213,5 @@ def of_evaluation(trained: Trained, found: ComparedValue) -> Alternatives:
 def _with(trained: Trained, buffers: Mapping[str, Tensor]) -> torch.nn.Module:
     model = copied(trained.model.model)
     convert_floats(model, torch.float64)
-    with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            if name in buffers:
-                buffer.copy_(buffers[name])
+    put_state(model, buffers)
     return model

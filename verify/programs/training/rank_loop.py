@@ -15,12 +15,13 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from nnscaler.codegen.program import Program
-from nnscaler.layout import States
 from nnscaler.runtime.communication.communicator import Communicator
+from nnscaler.runtime.tensor_bits import kept
 from nnscaler.training.engine import Engine
 from nnscaler.training.program_runner import EngineSettings
 from nnscaler.training.recompilation import SentProgram, SizeClass, Vouch
 from verify.evidence.oracle.size_checked_kernels import CheckedKernels
+from verify.programs.checks.logical_tensors import Layout
 from verify.programs.training.resume import ResumableRun, Resumed, goes_on, reread
 from verify.programs.training.training_recipe import Batch, Course, class_of, groups_of, make_scheduler, options_of
 
@@ -48,17 +49,6 @@ class StepRecord:
     def rate(self) -> float:
         """The rate of the first parameter."""
         return next(iter(self.rates.values()))
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where a rank's shard of a parameter or buffer lies, between steps. `names`: all that it has in the model."""
-
-    names: tuple[str, ...]
-    shape: tuple[int, ...]
-    states: States
-    sizes: Mapping[str, int]
-    coordinates: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -172,22 +162,22 @@ class Loop:
         if not made:  # nothing is trained here
             none = StepRecord((), {}, None, {}, {}, {})
             made = [none] * len(losses)
-        return [replace(step, losses=(_copy(loss),)) for step, loss in zip(made, losses, strict=True)]
+        return [replace(step, losses=(kept(loss),)) for step, loss in zip(made, losses, strict=True)]
 
     def updated(self, losses: Sequence[Tensor]) -> StepRecord:
         """Make the update of an optimizer step whose gradients are there."""
         parameters = self.engine.parameters
-        gradients = {name: _kept(p.grad) for name, p in parameters.items()}
+        gradients = {name: kept(p.grad) for name, p in parameters.items()}
         norm = self.clip()
         rates = rates_of(self.optimizer, parameters)
         self.update()
         self.schedule()
         return StepRecord(
-            tuple(_copy(loss) for loss in losses),
+            tuple(kept(loss) for loss in losses),
             gradients,
-            _kept(norm),
+            kept(norm),
             rates,
-            {name: _copy(p) for name, p in parameters.items()},
+            {name: kept(p) for name, p in parameters.items()},
             states_of(self.optimizer, parameters),
         )
 
@@ -206,7 +196,7 @@ def train_rank(communicator: Communicator, task: TrainTask) -> RankTraining:
             steps.append(loop.step(number))
         engine = loop.engine
         buffers = _buffers(engine)
-        evaluation = None if course.evaluation is None else _copy(loop.evaluate(course.evaluation))
+        evaluation = None if course.evaluation is None else kept(loop.evaluate(course.evaluation))
         layouts = tuple(
             Layout(s.names, s.shape, dict(s.states), dict(s.sizes), dict(s.coordinates)) for s in engine.stored()
         )
@@ -246,7 +236,7 @@ def states_of(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]
     for name, parameter in parameters.items():
         state: Mapping[str, Any] = optimizer.state.get(parameter, {})
         found[name] = {
-            key: _copy(value) if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
+            key: kept(value) if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
             for key, value in state.items()
             if isinstance(value, Tensor | int | float)
         }
@@ -254,12 +244,4 @@ def states_of(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]
 
 
 def _buffers(engine: Engine) -> dict[str, Tensor]:
-    return {s.fqn: _copy(s.tensor) for s in engine.stored() if s.kind == "buffer"}
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().clone()
-
-
-def _kept(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else _copy(tensor)
+    return {s.fqn: kept(s.tensor) for s in engine.stored() if s.kind == "buffer"}

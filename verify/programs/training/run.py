@@ -21,10 +21,11 @@ from nnscaler.training.recompilation import SentProgram, SizeClass, sent
 from nnscaler.transform.plan import Plan
 from verify.programs.check_text_before_run import vouch
 from verify.programs.checks.input_and_outcome import CheckOutcome
-from verify.programs.execution.run_on_backend import Failure, devices_of, finding_of, run_job, simulate
+from verify.programs.execution.run_on_backend import Failure, devices_of, run_job, simulate
 from verify.programs.prepare_verification import Prepared, matched_draws
-from verify.programs.reference.eager import choose_learning_rate, logical_state, not_finite, scale_of
+from verify.programs.reference.eager import choose_learning_rate, clip_limit, logical_state, not_finite, scale_of
 from verify.programs.request import PlanRequest
+from verify.programs.rerun_with_other_scale_or_labels import failed, state_at_start
 from verify.programs.source_map import SourceMap
 from verify.programs.training.check_optimizer_dtypes import check_dtypes, is_mixed
 from verify.programs.training.comparison import compare
@@ -49,7 +50,6 @@ from verify.results.verdict import Verdict
 NAME = "training: runs on every rank"
 UPDATE_SHARE = 0.02  # of a parameter's size, that a step of Adam moves it by
 REFUSED = ("update_needs_whole", "optimizer_refused", "no_update")  # what an optimizer cannot be given
-CLIP_SHARE = 0.5  # of the norm of the first gradients: clipping is active
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def check_training(request: PlanRequest, prepared: Prepared, work: Path) -> tupl
     outcome = run_ranks(training, request, prepared, work, backend)
     seconds = time.perf_counter() - started
     if isinstance(outcome, Failure):
-        return [outcome_of(outcome, prepared, seconds)], training.notes
+        return [failed(outcome, prepared, seconds, NAME, "training: ")], training.notes
     told = outcome[0].compilations
     detail = f"compiled for {len(told)} other size{'s' * (len(told) != 1)}" if told else ""
     ran = CheckOutcome(Check(NAME, Verdict.TESTED_EXACT, len(outcome), 0, seconds, detail))
@@ -104,16 +104,8 @@ def own_dtypes(
     once = replace(course, steps=course.steps[:1], evaluation=None, precision=None, saved_before=0)
     found = run_ranks(replace(training, course=once), request, prepared, work, backend, apart)
     if isinstance(found, Failure):
-        return [outcome_of(found, prepared, 0.0)]
+        return [failed(found, prepared, 0.0, NAME, "training: ")]
     return [check_dtypes(found, program.state)]
-
-
-def outcome_of(failure: Failure, prepared: Prepared, seconds: float) -> CheckOutcome:
-    """Return the check of a run that did not end."""
-    refuted = int(failure.verdict is Verdict.REFUTED)
-    finding = finding_of(failure, prepared.program.path, SourceMap(prepared.graph))
-    finding = replace(finding, message=f"training: {finding.message}")
-    return CheckOutcome(Check(NAME, failure.verdict, refuted, refuted, seconds), (finding,))
 
 
 def compare_runs(
@@ -181,11 +173,11 @@ def program_of(request: PlanRequest, prepared: Prepared) -> Program:
     opened = prepared.program
     sources = {file: (opened.path / file).read_text(encoding="utf-8") for file in opened.role_files}
     plan = Plan.from_json((opened.path / "plan.json").read_text(encoding="utf-8"))
-    made = (opened.state() or {}) if prepared.traced is None else prepared.traced.state
-    state = {**{name: tensor.detach() for name, tensor in made.items()}, **logical_state(prepared.model)}
     sample = prepared.sample
     origin = Origin(prepared.model, sample.rebuild, None, request.specialise)
-    return Program(sources, opened.manifest, plan, prepared.graph, state, dict(sample.tensors), origin)
+    return Program(
+        sources, opened.manifest, plan, prepared.graph, state_at_start(prepared), dict(sample.tensors), origin
+    )
 
 
 def batches_of(
@@ -241,8 +233,7 @@ def scales(request: PlanRequest, prepared: Prepared, model: EagerModel, batch: B
     _, gradients = model.compute({}, batch)
     for name, parameter in wide.named_parameters():
         parameter.grad = gradients.get(name)
-    size = float(sum(float(g.abs().square().sum()) for g in gradients.values() if g is not None)) ** 0.5
-    norm = float(f"{CLIP_SHARE * size:.2g}") if 0 < size < float("inf") else None
+    norm = clip_limit(gradients.values())
     if request.optimizer == "sgd":
         return choose_learning_rate(wide), norm
     sizes = [scale_of(p.detach()) for p in wide.parameters() if p.requires_grad]

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from verify.programs.checks.logical_tensors import JoinedTensor, Layout
 from verify.programs.training.eager import EagerModel, EagerRun
-from verify.programs.training.join_shards import JoinedTensor
 from verify.programs.training.rank_loop import RankTraining
 from verify.programs.training.training_recipe import Course
 from verify.results.tolerance import Key
@@ -31,6 +31,10 @@ class Trained:
     def parts(self) -> int:
         """Into how many data parts the batch is cut."""
         return max(r.part[1] for r in self.ranks)
+
+    def layouts(self, name: str) -> dict[int, Layout]:
+        """Return where the shard of a parameter or buffer lies on each rank that has one."""
+        return {r.rank: layout for r in self.ranks if (layout := r.layout(name)) is not None}
 
 
 @dataclass(frozen=True)

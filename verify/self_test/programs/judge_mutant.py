@@ -15,6 +15,7 @@ import torch
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.manifest import MANIFEST
+from nnscaler.runtime.tensor_difference import FLOAT64_BOUND, difference, family_scale
 from verify.programs.checks import run_checks
 from verify.programs.checks.input_and_outcome import CheckOutcome
 from verify.programs.execution.record_rank_steps import RankResult
@@ -31,7 +32,6 @@ from verify.programs.training.run import Training, compare_runs, run_ranks
 from verify.programs.typing import check_program
 from verify.programs.typing.program_files.check_manifest import Stored, check_state
 from verify.results.report import Check
-from verify.results.tolerance import FLOAT64_BOUND, difference, family_scale
 from verify.results.verdict import Verdict
 from verify.self_test.programs.mutants.mutant import Mutant, StateEdit
 from verify.self_test.programs.right_programs import TIMEOUT, Base

@@ -17,14 +17,15 @@ from verify.programs.execution.run_on_backend import Failure
 from verify.programs.prepare_verification import Prepared
 from verify.programs.reference.eager import logical_state
 from verify.programs.request import PlanRequest
+from verify.programs.rerun_with_other_scale_or_labels import failed
 from verify.programs.training.eager import EagerRun
 from verify.programs.training.resume import check_resumed
 from verify.programs.training.run import (
+    NAME,
     Training,
     compare_runs,
     compiled_sizes,
     make_training,
-    outcome_of,
     own_dtypes,
     run_ranks,
 )
@@ -107,7 +108,7 @@ class Bench:
         training = replace(self.training, course=course)
         found = run_ranks(training, self.request, self.prepared, self.folder, "simulator", apart=False)
         if isinstance(found, Failure):
-            return [outcome_of(found, self.prepared, 0.0)]
+            return [failed(found, self.prepared, 0.0, NAME, "training: ")]
         outcomes = compare_runs(self.training, found, self.prepared, self.eager)
         reread = check_resumed([(rank.rank, rank.resumed) for rank in found])
         outcomes += [] if reread is None else [reread]

@@ -11,6 +11,7 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
+from nnscaler.runtime.tensor_difference import largest_finite
 from verify.evidence.dimension_types.rules.call_with_states import Operand
 from verify.evidence.dimension_types.states import (
     Constant,
@@ -25,7 +26,6 @@ from verify.evidence.dimension_types.states import (
     symbols_of,
 )
 from verify.evidence.inputs.draw_values import random_terms
-from verify.results.tolerance import largest_finite
 
 Kind = Literal["normal", "integers", "positive", "unit", "above"]
 KINDS: tuple[Kind, ...] = ("normal", "integers", "unit", "positive", "above")

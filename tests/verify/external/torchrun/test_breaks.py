@@ -167,3 +167,31 @@ def test_a_module_is_run_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     report = verify_script(["-m", "training.run", "--loss", "mean"], ranks=2)
     assert report.verdict is Verdict.TESTED_EXACT, told(report)
+
+
+ROOTED = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(16, 3) + torch.arange(16)[:, None])
+model = nn.Linear(3, 1)
+model.scale = nn.Parameter(torch.tensor([1.0, 1.0, 0.0]))  # the derivative of a root at zero is infinite
+model = nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for (x,) in DataLoader(data, batch_size=4, sampler=DistributedSampler(data, shuffle=False)):
+    optimizer.zero_grad()
+    (model(x).square().mean() + model.module.scale.sqrt().sum()).backward()
+    optimizer.step()
+"""
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_either_is_not_compared(tmp_path: Path) -> None:
+    script = tmp_path / "rooted.py"
+    script.write_text(ROOTED)
+    report = verify_script([str(script)], ranks=2, steps=1)
+    assert report.verdict is Verdict.INCONCLUSIVE, told(report)
+    assert "the gradient of scale is not finite" in report.findings[0].message

@@ -214,6 +214,8 @@ def test_rounding_makes_no_other_data() -> None:
     assert close(x, x + 1e-14)
     assert not close(x, x + 1e-6)
     assert not close(torch.tensor([1]), torch.tensor([2]))
+    assert not close(torch.tensor([-1e30, 1.0]), torch.tensor([-1e30, 2.0]))  # beside what fills a mask
+    assert close(torch.tensor([float("nan"), 1.0]), torch.tensor([float("nan"), 1.0]))
 
 
 def test_varied_data_are_ids_of_the_same_vocabulary() -> None:
