@@ -254,10 +254,12 @@ def agreed(
     local = [(name, tuple(tensor.shape)) for name, tensor in inputs.items()]
     copied = communicator.world_size > part.count
     compared = [name for name in inputs if communicator.world_size > 1 and (copied or look or name not in carried)]
-    numbers = torch.tensor([part.index, *(size for _, shape in local for size in shape)])
-    sums = [row_checksum(inputs[name]) for name in compared]
-    gathered = communicator.all_gather(torch.cat([numbers, *sums]), tuple(range(communicator.world_size)))
-    found = [tuple(row) for row in torch.stack(gathered).tolist()]
+    numbers = [part.index, *(size for _, shape in local for size in shape)]
+    found = [tuple(numbers)]
+    if communicator.world_size > 1:
+        own = torch.cat([torch.tensor(numbers), *(row_checksum(inputs[name]) for name in compared)])
+        gathered = communicator.all_gather(own, tuple(range(communicator.world_size)))
+        found = [tuple(row) for row in torch.stack(gathered).tolist()]
     parts: dict[int, int] = {}  # data part -> rows
     shapes: list[tuple[str, tuple[int, ...]]] = []
     position = 1

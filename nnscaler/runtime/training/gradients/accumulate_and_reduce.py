@@ -186,15 +186,23 @@ class Gradients:
                 one.leaf.grad = None
             one.rest.grad = gradient if gradient.dtype == one.rest.dtype else gradient.to(one.rest.dtype)
         for leaf in self._plain:
-            gradient, before = _gradient_of(leaf), self._before.get(leaf) if self._before else None
-            if loss_scale != 1.0 or before is not None:  # rounded once, as what is added up in float32
-                gradient = gradient.to(widened(leaf.dtype)).div_(loss_scale)
-            if before is not None:
-                gradient = gradient.add_(before)
-            leaf.grad = gradient.to(leaf.dtype)
+            self._finish_plain(leaf, loss_scale)
         self._leave_others()
         self._before = {}
         self._clear()
+
+    def _finish_plain(self, leaf: Leaf, loss_scale: float) -> None:
+        """Finish a gradient where autograd left it."""
+        gradient, before = leaf.grad, self._before.get(leaf) if self._before else None
+        if gradient is None:
+            gradient = torch.zeros_like(leaf)
+        elif loss_scale == 1.0 and before is None and gradient.dtype == leaf.dtype:
+            return
+        if loss_scale != 1.0 or before is not None:  # rounded once, as what is added up in float32
+            gradient = gradient.to(widened(leaf.dtype)).div_(loss_scale)
+        if before is not None:
+            gradient = gradient.add_(before)
+        leaf.grad = gradient.to(leaf.dtype)
 
     def _leave_others(self) -> None:
         """Leave what is unused, or requires no gradient in this step, as it was before."""
@@ -347,7 +355,8 @@ class Gradients:
     def _refuse_hooks(self) -> None:
         """A hook would see this rank's share of a gradient, of each micro-batch; or nothing, on a tensor at rest."""
         for leaf, rest in self._rest.items():
-            if any(t._backward_hooks or t._post_accumulate_grad_hooks for t in (leaf, rest)):
+            hooked = leaf._backward_hooks or leaf._post_accumulate_grad_hooks
+            if hooked or (rest is not leaf and (rest._backward_hooks or rest._post_accumulate_grad_hooks)):
                 message = f"the parameter `{self._names[leaf]}` has a hook on its gradient, which would not see the "
                 raise ProgramError(f"{message}whole of it: change `.grad` between the step and the optimizer's step")
 
@@ -366,10 +375,6 @@ def _is_plain(one: WantedGradient, passes: Mapping[int, int]) -> bool:
         right = one.dtype == one.leaf.dtype
     still = right and one.leaf is one.rest
     return still and len(one.held.group) == 1 and not one.travels and not one.at_once
-
-
-def _gradient_of(leaf: Leaf) -> Tensor:
-    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
 def _sum_bucket(slots: Sequence[Slot]) -> SumBucket:

@@ -7,6 +7,7 @@ changes the one in place, changes both: the next backward adds to them twice, an
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -14,16 +15,10 @@ from torch import Tensor
 
 def separate_gradients(leaves: Iterable[Tensor]) -> None:
     """Give each of the leaves' gradients memory of its own."""
-    found = {id(leaf): leaf for leaf in leaves if leaf.grad is not None and leaf.grad.layout == torch.strided}
+    given = ((leaf, leaf.grad) for leaf in leaves)
+    placed = {id(leaf): (g.data_ptr(), leaf, g) for leaf, g in given if g is not None and g.layout is torch.strided}
     end = 0
-    for leaf in sorted(found.values(), key=_start):
-        assert leaf.grad is not None, "those that have one"
-        start, bytes_of = _start(leaf), leaf.grad.nbytes
-        if start < end and bytes_of:
-            leaf.grad = leaf.grad.clone()
-        end = max(end, start + bytes_of)
-
-
-def _start(leaf: Tensor) -> int:
-    assert leaf.grad is not None
-    return leaf.grad.data_ptr()
+    for start, leaf, gradient in sorted(placed.values(), key=itemgetter(0)):
+        if start < end and gradient.nbytes:
+            leaf.grad = gradient.clone()
+        end = max(end, start + gradient.nbytes)
