@@ -36,7 +36,8 @@ class ModuleWatch:
 
     def __init__(self, program: Program) -> None:
         origin = program.origin
-        modules = [] if origin is None else list(origin.module.named_modules())
+        every = [] if origin is None else list(origin.module.named_modules())
+        modules = [(path, part) for path, part in every if not _counts(type(part))]
         names, self._globals = names_read_by_forward(frozenset(type(part) for _, part in modules))
         self._names = frozenset(names)
         own: dict[type, set[str]] = {}
@@ -56,14 +57,14 @@ class ModuleWatch:
         self._said = set[str]()
 
     def told(self) -> str:
-        """Say one change, and none twice; of tensors one of each kind of change. "" where there is none."""
+        """Say one change; of a number its first one, of tensors one of each kind. "" where there is none to be said."""
         look = _Look(self._names)
         last, self._last = self._last, self._now(look)
         texts = [text for _, text in self._changes(self._last)] if self._last != last else []
         texts += [text for _, text in self._changes_of_code(look)]
         for sample in islice(self._next, min(_SAMPLED, len(self._samples))):
             texts += sample.changes()
-        keys = [text.partition("` ")[2] if _OWN_VALUES in text else text for text in texts]
+        keys = [text.partition("` ")[2] if _OWN_VALUES in text else text.partition("=")[0] for text in texts]
         new = next((text for key, text in zip(keys, texts, strict=True) if key not in self._said), "")
         self._said.update(keys)
         return new
@@ -121,6 +122,11 @@ def _part(part: nn.Module, names: tuple[str, ...], look: _Look) -> _Part:
         {n: look.parameter(p) for n, p in parameters.items() if _is_users(n, p)} if parameters else _NONE,
         {name: look.tensor(b) for name, b in buffers.items() if b is not None} if buffers else _NONE,
     )
+
+
+def _counts(kind: type) -> bool:
+    """Return whether modules of a class are metrics, which count what they are given: no program runs them."""
+    return any(base.__module__.startswith("torchmetrics.") for base in kind.__mro__)
 
 
 def _is_users(name: str, parameter: nn.Parameter | None) -> bool:
