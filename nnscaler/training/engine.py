@@ -340,6 +340,8 @@ class Engine:
         running.executor.loss_scale = self.loss_scale
         loss = running.executor.step(rows, last=last, keep=keep)
         self._buffers.update(named_buffers(running.executor))
+        if self.rank == 0:
+            self._watch.stepped()
         return running, loss
 
     def _prepared(self, batch: Batch, *, training: bool) -> tuple[Running, dict[str, Tensor]]:

@@ -121,9 +121,8 @@ def _slice_arguments(args: tuple[object, ...], kwargs: dict[str, object]) -> tup
     return given["dim"], given["start"], given["end"], given["step"]  # type: ignore[return-value]
 
 
-# Reshaping is spelled one way, with explicit sizes; so are expansion and the dtypes of factories. Of `x.new_zeros(size)`
-# x gives no value: what is read of it alone would have to be whole, also over micro-batches. One of x's own shape lies as
-# x does.
+# Reshaping is spelled one way, with explicit sizes; so are expansion and the dtypes of factories. `x.new_zeros(size)`
+# takes no value of x, which would yet have to be whole, also over micro-batches. One of x's own shape lies as x does.
 
 _OF_NUMBERS = {
     "aten.new_zeros.default": "aten.zeros.default",

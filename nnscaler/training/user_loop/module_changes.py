@@ -14,6 +14,7 @@ from nnscaler.codegen.program import Program
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.stage_base_class import INPUT_GRADIENT
 from nnscaler.training.user_loop.names_read_by_forward import names_read_by_forward
+from nnscaler.training.user_loop.stale_module import StaleModule, version_of
 
 
 class _Part(NamedTuple):
@@ -55,9 +56,15 @@ class ModuleWatch:
         self._samples = [_Sample(path, part, n) for path, part in modules for n in (*part._parameters, *part._buffers)]
         self._next = cycle(self._samples)
         self._said = set[str]()
+        self._uses = StaleModule(dict(modules))
+
+    def stepped(self) -> None:
+        """Tell from now on, until the engine works again, of a use of the module: it has older weights."""
+        self._uses.trained()
 
     def told(self) -> str:
         """Say one change; of a number its first one, of tensors one of each kind. "" where there is none to be said."""
+        self._uses.working()
         look = _Look(self._names)
         last, self._last = self._last, self._now(look)
         texts = [text for _, text in self._changes(self._last)] if self._last != last else []
@@ -75,6 +82,7 @@ class ModuleWatch:
         Raises NnscalerError("module_differs") where the module has other parts or parameters, of which the engine has
         none.
         """
+        self._uses.working()
         look = _Look(self._names)
         changes = [*self._changes(self._now(look)), *self._changes_of_code(look)]
         structural = next((text for what, text in changes if what is _STRUCTURE), "")
@@ -253,11 +261,6 @@ class _Sample:
         elements = tensor.detach().view(-1)
         elements = elements[:: max(1, len(elements) // _ELEMENTS)][:_ELEMENTS]
         return version_of(tensor), tensor.data_ptr(), str(elements.tolist())  # as text, a NaN is one
-
-
-def version_of(parameter: Tensor) -> int:
-    """Return a number that grows when a parameter gets other values."""
-    return 0 if parameter.is_inference() else parameter._version
 
 
 _AS_COMPILED = (
