@@ -341,7 +341,7 @@ class Engine:
         loss = running.executor.step(rows, last=last, keep=keep)
         self._buffers.update(named_buffers(running.executor))
         if self.rank == 0:
-            self._watch.stepped()
+            self._watch.stepped(self.trained)
         return running, loss
 
     def _prepared(self, batch: Batch, *, training: bool) -> tuple[Running, dict[str, Tensor]]:

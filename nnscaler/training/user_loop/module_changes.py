@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import cycle, islice
 from typing import Any, NamedTuple
 
@@ -58,9 +58,10 @@ class ModuleWatch:
         self._said = set[str]()
         self._uses = StaleModule(dict(modules))
 
-    def stepped(self) -> None:
-        """Tell from now on, until the engine works again, of a use of the module: it has older weights."""
-        self._uses.trained()
+    def stepped(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
+        """Tell from now on, until the engine works again, of a use of the module while it has older weights than
+        `tensors`, which the engine trains."""
+        self._uses.trained(tensors)
 
     def told(self) -> str:
         """Say one change; of a number its first one, of tensors one of each kind. "" where there is none to be said."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, wraps
 from typing import Any
 
@@ -27,13 +27,17 @@ class StaleModule:
         own = (p for part in trained.values() for p in part._parameters.values() if p is not None)
         self._parameters = [weakref.ref(parameter) for parameter in own]
         self._looks, self._versions = False, -1
+        self._engines: Callable[[], Iterable[Tensor]] = tuple
+        self._engines_first: int | None = None
         _stale.update(dict.fromkeys(self._parts, self))
         weakref.finalize(self, _look_at_no_calls)
 
-    def trained(self) -> None:
-        """Begin to look: the engine has made a step."""
+    def trained(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
+        """Begin to look: the engine has made a step. `tensors`: what it trains."""
         if self._parts:
             self._looks, self._versions = True, self._now()
+            if self._engines_first is None:  # no update was made of it yet
+                self._engines, self._engines_first = tensors, sum(map(version_of, tensors()))
             _look_at_reads()
             if not _calls:
                 _calls.append(register_module_forward_pre_hook(_called))
@@ -53,11 +57,12 @@ class StaleModule:
             of_modules = frame.f_globals["__name__"] == nn.Module.__module__
             function = frame.f_code.co_name if of_modules else function
             frame, depth = frame.f_back, depth + 1
-        if ref() is not part or self._now() != self._versions or _package(frame) in _KNOWING:
+        loaded, updated = self._now() != self._versions, sum(map(version_of, self._engines())) != self._engines_first
+        if ref() is not part or loaded or not updated or _package(frame) in _KNOWING:
             return
         function = "forward" if function in ("__call__", "_wrapped_call_impl") else function
         self.working()
-        self._parts = {}
+        self._parts, self._engines = {}, tuple
         subject = f"`{name}`" if name else "the model"
         warnings.warn(f"`{function}` of {subject} is called between steps, and {_OLDER}", stacklevel=depth)
 

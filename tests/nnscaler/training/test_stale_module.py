@@ -59,6 +59,7 @@ RIGHT: dict[str, Use] = {
 def told_of(use: Use) -> list[warnings.WarningMessage]:
     module, x = Model(), torch.randn(6, 6)
     engine = Engine(nnscaler.parallelize(module, {"x": x}, ranks=1, self_check=False))
+    optimizer = engine.optimizer(torch.optim.SGD, lr=0.1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -66,6 +67,7 @@ def told_of(use: Use) -> list[warnings.WarningMessage]:
             module.state_dict()  # as they are, before the first step
             for _ in range(2):
                 engine.step({"x": x})
+                optimizer.step()
                 use(module, engine, x)
             give(module, engine, x)
     return caught
@@ -83,6 +85,18 @@ def test_a_use_of_older_weights_is_told_at_its_line(use: str) -> None:
 @pytest.mark.parametrize("use", RIGHT)
 def test_a_right_use_of_the_module_is_not(use: str) -> None:
     assert [str(warning.message) for warning in told_of(RIGHT[use])] == []
+
+
+def test_a_module_is_as_the_engine_until_the_first_update() -> None:
+    module, x = Model(), torch.randn(6, 6)
+    engine = Engine(nnscaler.parallelize(module, {"x": x}, ranks=1, self_check=False))
+    optimizer = engine.optimizer(torch.optim.SGD, lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.testing.assert_close(engine.step({"x": x}).float(), module(x).detach())
+        optimizer.step()
+    with pytest.warns(UserWarning, match="`forward` of the model is called between steps"):
+        module(x)
 
 
 def test_calls_of_modules_are_looked_at_between_steps_alone() -> None:
