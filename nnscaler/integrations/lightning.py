@@ -29,7 +29,18 @@ from torch.optim import Optimizer
 from nnscaler.compile import parallelize
 from nnscaler.errors import NnscalerError
 from nnscaler.integrations.lightning_checks import Fixed, Switches, check_module, with_tensors_of
-from nnscaler.integrations.lightning_steps import LOGGED, LOSS, REST, WEIGHT, Options, StepModule, beside_tensors
+from nnscaler.integrations.lightning_metrics import Metrics, MetricValue
+from nnscaler.integrations.lightning_steps import (
+    LOGGED,
+    LOSS,
+    MEASURED,
+    REST,
+    WEIGHT,
+    LoggedMetric,
+    StepModule,
+    TracedStep,
+    beside_tensors,
+)
 from nnscaler.planning.parse_axes import parse_spec
 from nnscaler.runtime.communication.join_process_group import ProcessPlace
 from nnscaler.runtime.training.cut_batch import DataPart
@@ -70,7 +81,7 @@ class NnscalerStrategy(DDPStrategy):
         self._part = DataPart(0, 1)
         self._gradients: dict[nn.Parameter, Tensor | None] = {}
         self._accumulating = False
-        self._logs: dict[SizeClass, Options] = {}  # of the program for batches of a size
+        self._traced: dict[SizeClass, TracedStep] = {}  # of the program for batches of a size
 
     @property
     def engine(self) -> Engine:
@@ -115,7 +126,8 @@ class NnscalerStrategy(DDPStrategy):
         place = ProcessPlace(self.global_rank, self.world_size, self.local_rank, self.num_processes)
         self._engine = start(program, place=place, device=self.root_device.type, seed=self._seed)
         self._part = self._engine.data_part
-        self._logs = {self._engine.size: self._traced_logs(training=True)}
+        self._metrics = Metrics(module)
+        self._traced = {self._engine.size: self._step_that_was_traced(training=True)}
         self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         trainer.callbacks.insert(0, self._end)  # type: ignore[attr-defined]
@@ -165,9 +177,9 @@ class NnscalerStrategy(DDPStrategy):
         self._gradients = {parameter: parameter.grad for parameter in before}
         for parameter, gradient in before.items():
             parameter.grad = gradient
-        self._log(found[LOGGED], training=True)
+        rest = {**found[REST], **self._told(found, training=True)}
         loss = found[LOSS].detach()
-        return {LOSS: loss, **found[REST]} if found[REST] else loss
+        return {LOSS: loss, **rest} if rest else loss
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Add the gradients of the last step to those before it, for what the optimizer updates: nothing takes back
@@ -202,34 +214,41 @@ class NnscalerStrategy(DDPStrategy):
         named = self._named(args, kwargs)
         with self._fixed.explained(named):
             found = self._engine.predict(named)
-        self._log(found[LOGGED], training=False)
-        return found.get(REST)
+        values = self._told(found, training=False)
+        return {**found[REST], **values} if values else found.get(REST)
 
     def _named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
         batch = args[0] if args else next(iter(kwargs.values()))
         self._fixed.check(batch)
         return dict(flatten_inputs(self._steps, (batch,)).tensors)
 
-    def _log(self, logged: Mapping[str, Tensor], *, training: bool) -> None:
-        """Log the values of the global batch as the step did, which ran as it was traced on rank 0."""
+    def _told(self, found: Mapping[str, Any], *, training: bool) -> dict[str, Any]:
+        """Measure and log the values of the global batch as the step did, which ran as it was traced on rank 0; return
+        what of metrics it returns."""
         size = self.engine.size
-        if size not in self._logs:  # it was compiled for this batch
-            self._logs[size] = self._traced_logs(training=training)
-        module = self.lightning_module
+        if size not in self._traced:  # it was compiled for this batch
+            self._traced[size] = self._step_that_was_traced(training=training)
+        module, traced, logged = self.lightning_module, self._traced[size], found[LOGGED]
         assert module is not None
-        for name, options in self._logs[size].items():
+        values = self._metrics.run(traced.metrics, found[MEASURED])
+        for name, options in traced.logs.items():
             value = logged[name] if name in logged else options["value"]
+            if isinstance(value, LoggedMetric):
+                value = module.get_submodule(value.path)
+            elif isinstance(value, MetricValue):
+                value = value.function(values)
             kept = {key: item for key, item in options.items() if key != "value"}
             if WEIGHT + name in logged:
                 kept["batch_size"] = logged[WEIGHT + name].item()
             with warnings.catch_warnings():  # every rank has the global value already
                 warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
                 module.log(name, value, **{**kept, "sync_dist": False})
+        return {name: value.function(values) for name, value in traced.values.items()}
 
-    def _traced_logs(self, *, training: bool) -> Options:
-        """Return the options of the step that was compiled last, from rank 0. Every rank calls this."""
-        self._steps.logs.tell()
-        found: Options = self.broadcast(self._steps.logs.by_mode.get(training, {}))
+    def _step_that_was_traced(self, *, training: bool) -> TracedStep:
+        """Return what the step does that was compiled last, from rank 0. Every rank calls this."""
+        self._steps.notes.tell()
+        found: TracedStep = self.broadcast(self._steps.notes.by_mode.get(training, TracedStep()))
         return found
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
@@ -321,6 +340,7 @@ class NnscalerStrategy(DDPStrategy):
             vars(self.precision_plugin).pop("clip_grad_by_norm", None)
             callbacks = self.lightning_module.trainer.callbacks  # type: ignore[union-attr]
             callbacks[:] = [callback for callback in callbacks if callback is not self._end]
+            self._metrics.release()
         self._engine, self._gradients = None, {}
         super().teardown()
 

@@ -6,25 +6,47 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from nnscaler.errors import NnscalerError
+from nnscaler.integrations.lightning_metrics import MetricCall, MetricValue, metrics_recorded
 
-LOSS, LOGGED, REST = "loss", "logged", "rest"
+LOSS, LOGGED, MEASURED, REST = "loss", "logged", "measured", "rest"
 WEIGHT = "batch_size of "  # before the name under which a step logs with a batch size that is a tensor
 
 
-Options = dict[str, dict[str, Any]]  # of `self.log`, by name; a number that was logged has its `value` there
+@dataclass(frozen=True)
+class TracedStep:
+    """What a step does besides its computation.
+
+    logs     options of `self.log`, by name; what is logged and is no tensor of the step has its `value` there: a
+             number, a MetricValue, or a LoggedMetric
+    metrics  calls of metrics, in order
+    values   what of metrics the step returns, by name
+    """
+
+    logs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    metrics: list[MetricCall] = field(default_factory=list)
+    values: dict[str, MetricValue] = field(default_factory=dict)
 
 
-class LogOptions:
-    """The options of the last call of `self.log` of each step. No module's attribute: tracing puts those back."""
+@dataclass(frozen=True)
+class LoggedMetric:
+    """A metric that is logged, by its path in the module."""
+
+    path: str
+
+
+class StepNotes:
+    """What was seen when each step was traced last. No module's attribute: tracing puts those back."""
 
     def __init__(self) -> None:
-        self.by_mode: dict[bool, Options] = {}
+        self.by_mode: dict[bool, TracedStep] = {}
         self._notes: dict[str, bool] = {}  # text -> whether it was told
 
     def note(self, text: str) -> None:
@@ -42,18 +64,18 @@ class LogOptions:
 class StepModule(nn.Module):
     """Calls `training_step` of a LightningModule in training mode, else `validation_step`, on a batch.
 
-    Returns a dict: `loss` in training, `logged` (what `self.log` is given, by name) and `rest` (what the step returns
-    besides).
+    Returns a dict: `loss` in training, `logged` (what `self.log` is given, by name), `measured` (what metrics are
+    given) and `rest` (what the step returns besides).
 
     around  opened around the step: the precision plugin's, such as autocast
-    logs    options of `self.log` by mode (True: training), where this rank has traced the step
+    notes   by mode (True: training), where this rank has traced the step
     """
 
     def __init__(self, module: nn.Module, around: Callable[[], AbstractContextManager[None]]) -> None:
         super().__init__()
         self.module = module
         self._around = around
-        self.logs = LogOptions()
+        self.notes = StepNotes()
 
     def forward(self, batch: Any) -> dict[str, Any]:
         module: Any = self.module
@@ -62,13 +84,23 @@ class StepModule(nn.Module):
         if "dataloader_iter" in names:
             raise _refused(f"{step.__name__}(dataloader_iter) reads the data itself", "take a batch")
         logged: dict[str, Tensor] = {}
-        options = self.logs.by_mode[self.training] = {}
-        with self._around(), _recording(self.module, logged, self.logs, options):
-            found = step(*(batch, _BatchNumber(self.logs), 0)[: max(1, min(len(names), 3))])
-        returned: dict[str, Any] = {LOGGED: logged}
-        if not self.training:
-            return returned if found is None else {**returned, REST: found}
+        measured: dict[str, Tensor] = {}
+        traced = self.notes.by_mode[self.training] = TracedStep()
+        recording = _recording(self.module, logged, self.notes, traced)
+        with self._around(), metrics_recorded(self.module, traced.metrics, measured), recording:
+            found = step(*(batch, _BatchNumber(self.notes), 0)[: max(1, min(len(names), 3))])
+        returned: dict[str, Any] = {LOGGED: logged, MEASURED: measured}
         loss = found.get(LOSS) if isinstance(found, Mapping) else found
+        if self.training and isinstance(loss, MetricValue):
+            raise loss.refused()
+        if isinstance(found, Mapping):
+            traced.values.update({name: value for name, value in found.items() if isinstance(value, MetricValue)})
+            found = {name: value for name, value in found.items() if name not in traced.values}
+        if not self.training:
+            if found is None and not logged and not measured:
+                message = f"validation_step of {type(self.module).__name__} returns nothing, and logs nothing"
+                raise NnscalerError("trace_failed", message, help="leave it out, or log a tensor")
+            return returned if found is None else {**returned, REST: found}
         if not isinstance(loss, Tensor):
             message = f"training_step of {type(self.module).__name__} returns {type(found).__name__}, and no loss"
             raise NnscalerError("no_loss", message, help='return the loss, or a dict with "loss"')
@@ -84,7 +116,7 @@ def beside_tensors(module: nn.Module) -> dict[str, Any]:
 
 
 @contextmanager
-def _recording(module: nn.Module, logged: dict[str, Tensor], logs: LogOptions, options: Options) -> Iterator[None]:
+def _recording(module: nn.Module, logged: dict[str, Tensor], notes: StepNotes, traced: TracedStep) -> Iterator[None]:
     """Let `module.log` take down what it is given, and refuse or tell of what else a step asks the run."""
 
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -95,15 +127,19 @@ def _recording(module: nn.Module, logged: dict[str, Tensor], logs: LogOptions, o
             if isinstance(kept.get("batch_size"), Tensor):
                 logged[WEIGHT + name] = kept.pop("batch_size").detach()
         elif isinstance(value, int | float):
-            logs.note(
+            notes.note(
                 f"`self.log({name!r}, {value!r})` logs a number that Python computed: the compiled step logs it as it "
                 "was when the step was compiled; log a tensor, or log it in a hook such as on_train_batch_end"
             )
             kept["value"] = value
+        elif isinstance(value, MetricValue):
+            kept["value"] = value
+        elif isinstance(value, Metric):
+            kept["value"] = LoggedMetric(next((path for path, part in module.named_modules() if part is value), ""))
         else:
             message = f"self.log({name!r}, ...) of a {type(value).__name__}: its state is no part of a compiled step"
             raise _refused(message, "log the tensor that it is computed from")
-        options[name] = kept
+        traced.logs[name] = kept
 
     def gathers(*_args: Any, **_kwargs: Any) -> None:
         message = "the step calls self.all_gather, and it is compiled for the global batch"
@@ -117,7 +153,7 @@ def _recording(module: nn.Module, logged: dict[str, Tensor], logs: LogOptions, o
     watched = [m for m in module.modules() if isinstance(m, LightningModule) and m._trainer is not None]
     vars(module).update(own)
     for part in watched:
-        vars(part)["_trainer"] = _Watched(part._trainer, logs)
+        vars(part)["_trainer"] = _Watched(part._trainer, notes)
     try:
         yield
     finally:
@@ -130,16 +166,16 @@ def _recording(module: nn.Module, logged: dict[str, Tensor], logs: LogOptions, o
 class _BatchNumber(int):
     """The number of the batch for which a step is compiled, 0, which tells when the step computes with it."""
 
-    def __new__(cls, logs: LogOptions) -> _BatchNumber:
-        """Make it. `logs`: takes what is to be told."""
+    def __new__(cls, notes: StepNotes) -> _BatchNumber:
+        """Make it. `notes`: takes what is to be told."""
         made = super().__new__(cls)
-        vars(made)["logs"] = logs
+        vars(made)["notes"] = notes
         return made
 
 
 def _telling(name: str) -> Any:
     def tell(self: _BatchNumber, *others: Any) -> Any:
-        vars(self)["logs"].note(
+        vars(self)["notes"].note(
             "the step reads batch_idx, which stays 0 in the compiled step; what changes belongs, as a tensor, into "
             "the batch"
         )
@@ -156,13 +192,13 @@ for _use in _USES.split():
 class _Watched:
     """A trainer, which tells when a step reads a count."""
 
-    def __init__(self, trainer: Any, logs: LogOptions) -> None:
-        self._watched, self._logs = trainer, logs
+    def __init__(self, trainer: Any, notes: StepNotes) -> None:
+        self._watched, self._notes = trainer, notes
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._watched, name)
         if name in ("current_epoch", "global_step"):
-            self._logs.note(
+            self._notes.note(
                 f"the step reads {name}, which stays {found} in the compiled step; a schedule belongs into the "
                 "optimizer's, and what else changes, as a tensor, into the batch"
             )

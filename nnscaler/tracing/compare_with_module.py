@@ -36,8 +36,9 @@ _DRAWS = 16  # forwards that may draw other numbers
 
 _HELP = (
     "export followed another path than eager does: look for branches on torch.compiler.is_exporting(), hooks, "
-    "torch.utils.checkpoint(use_reentrant=True), in-place changes under no_grad, or torch.Tensor(data), whose dtype is "
-    "torch's default (torch.tensor(data) has its own), near this line"
+    "torch.utils.checkpoint(use_reentrant=True), batch norm in torch.utils.checkpoint (whose statistics eager updates "
+    "once more in backward), in-place changes under no_grad, or torch.Tensor(data), whose dtype is torch's default "
+    "(torch.tensor(data) has its own), near this line"
 )
 
 

@@ -64,7 +64,7 @@ from nnscaler.training.recompilation import (
 )
 from nnscaler.training.sample_order_and_loader import Loader, SampleOrder, loader
 from nnscaler.training.splittable_optimizers import build_optimizer
-from nnscaler.training.user_loop.module_changes import told_of_changes
+from nnscaler.training.user_loop.module_changes import ModuleWatch
 from nnscaler.training.user_loop.refuse_torch_calls_on_shards import watch
 
 Batch = Mapping[str, Tensor] | Sequence[Tensor]
@@ -131,7 +131,7 @@ class Engine:
         self.loss_scale = 1.0  # from which backward starts; it is taken out of the summed gradients
         self._first_size = self.size = SizeClass(shapes_of(program.manifest), True)
         self._carried, self._constants = carried_inputs(program), constants_of(program)
-        self._has_modes, self._changed = has_modes(program), told_of_changes(program)
+        self._has_modes, self._watch = has_modes(program), ModuleWatch(program)
         self._running: dict[SizeClass, Running] = {}
         self._family: list[Engine] = [] if share is None else share._family
         self._run = partial(run_program, communicator=self.communicator, settings=settings, device=self.device)
@@ -261,7 +261,7 @@ class Engine:
 
     def watch_module(self) -> None:
         """Tell of changes of the compiled module from now on: it was given what the engine has, say."""
-        self._changed = told_of_changes(self.program)
+        self._watch = ModuleWatch(self.program)
 
     # -- what the rank holds --------------------------------------------------------------------------------------
 
@@ -334,13 +334,14 @@ class Engine:
         if isinstance(self._first, StreamExecutor):
             message = f"schedule {self.manifest.schedule} makes an update after each batch, and has no step"
             raise NnscalerError("no_step", message, help="call engine.stream(batches, optimizer.step), or use 1f1b")
-        if self.rank == 0 and (changed := self._changed()):
+        if self.rank == 0 and (changed := self._watch.told()):
             warnings.warn(changed, stacklevel=3)
-            self._changed = str
         running, rows = self._prepared(batch, training=True)
         running.executor.loss_scale = self.loss_scale
         loss = running.executor.step(rows, last=last, keep=keep)
         self._buffers.update(named_buffers(running.executor))
+        if self.rank == 0:
+            self._watch.stepped(self.trained)
         return running, loss
 
     def _prepared(self, batch: Batch, *, training: bool) -> tuple[Running, dict[str, Tensor]]:
@@ -384,7 +385,7 @@ class Engine:
         return named
 
     def _compiled(self, size: SizeClass, batch: Mapping[str, Tensor]) -> Running:
-        made = compile_size(self.program, size, batch, self.communicator, self.settings.vouch)
+        made = compile_size(self.program, size, batch, self.communicator, self.settings.vouch, self._watch)
         self.compilations.append(described(size))
         running = self._running[size] = self._run(made, dict(made.constants), share=[self._current])
         if size.training:

@@ -25,6 +25,7 @@ from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.training.cut_batch import DataPart
 from nnscaler.tracing.sample_inputs import BatchConstants
 from nnscaler.training.check_replicas import row_checksum
+from nnscaler.training.user_loop.module_changes import ModuleWatch
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]  # of a global batch, by input
 Vouch = Callable[[Program], None]
@@ -149,14 +150,17 @@ def compile_size(
     batch: Mapping[str, Tensor],
     communicator: Communicator,
     vouch: Vouch | None = None,
+    watch: ModuleWatch | None = None,
 ) -> SentProgram:
     """Compile the program for another size on rank 0, and return it on every rank; all of them call this.
 
-    `batch`: rows of this rank, of which a sample is made. `vouch` raises where the new text is not the model's. Raises
-    on every rank what it raises on rank 0.
+    `batch`: rows of this rank, of which a sample is made. `vouch` raises where the new text is not the model's; `watch`
+    knows how the module has changed since the program was started. Raises on every rank what it raises on rank 0.
     """
 
     def compiled() -> SentProgram:
+        for change in () if watch is None else watch.check():
+            warnings.warn(f"{change}, and so has the program for {described(size)} alone", stacklevel=7)
         made = for_batch(program, sample_of(size.shapes, batch, program.inputs), training=size.training)
         if vouch is not None:
             vouch(made)

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 import nnscaler
 import verify
@@ -89,6 +91,25 @@ def test_the_steps_of_a_gan_share_their_parameters(example: Load, factory: str) 
     trained = {name.split(".")[1] for name, p in program.state.items() if p.requires_grad}
     assert trained == {factory.removeprefix("build_").removesuffix("_step")}
     assert all(p is program.state[f"gan.{name}"] for name, p in gan.named_parameters())
+
+
+class Windows(nn.Module):
+    """Masks windows by numbers that take no more than their dtype from what it computes, as a Swin of torchvision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.outside = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inside(x)
+        windows = x.new_zeros((x.shape[1], 6))
+        windows[:2] = 1
+        return self.outside(x.masked_fill(windows != 0, -100.0).softmax(-1)).square().mean()
+
+
+def test_a_mask_in_the_dtype_of_an_activation_couples_no_micro_batches() -> None:
+    report = verify.verify_plan(Windows, {"x": torch.randn(4, 3, 6)}, ranks=2, plan="pp=2", micro_batches=2)
+    assert report.exit_code == 0 and not report.findings, report.to_json()
 
 
 def test_batch_norm_forbids_micro_batches(example: Load) -> None:

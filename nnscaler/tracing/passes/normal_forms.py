@@ -121,7 +121,15 @@ def _slice_arguments(args: tuple[object, ...], kwargs: dict[str, object]) -> tup
     return given["dim"], given["start"], given["end"], given["step"]  # type: ignore[return-value]
 
 
-# Reshaping is spelled one way, with explicit sizes; so are expansion and the dtypes of factories.
+# Reshaping is spelled one way, with explicit sizes; so are expansion and the dtypes of factories. `x.new_zeros(size)`
+# takes no value of x, which would yet have to be whole, also over micro-batches. One of x's own shape lies as x does.
+
+_OF_NUMBERS = {
+    "aten.new_zeros.default": "aten.zeros.default",
+    "aten.new_ones.default": "aten.ones.default",
+    "aten.new_empty.default": "aten.empty.memory_format",
+    "aten.new_full.default": "aten.full.default",
+}
 
 
 def spell_shapes(graph: Graph) -> Graph:
@@ -146,6 +154,8 @@ def _spell(operation: Operation, builder: Builder) -> bool:
         spelled, args, kwargs = "aten.reshape.default", (args[0], output.shape), {}
     elif moves == "expand":
         spelled, args, kwargs = "aten.expand.default", (args[0], output.shape), {}
+    elif kind in _OF_NUMBERS and builder.tensor(args[0].name).shape != output.shape:
+        spelled, args, kwargs = _OF_NUMBERS[kind], args[1:], {**kwargs, "dtype": DType(output.dtype)}
     elif kind.startswith("aten.") and has_default_dtype(kind):
         spelled, kwargs = kind, {**kwargs, "dtype": DType(output.dtype)}
     else:

@@ -33,7 +33,7 @@ from nnscaler.runtime.stage_base_class import Parameter, Stage
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.saving.rank_tensors import StoredTensor
 from nnscaler.training.splittable_optimizers import check_group, groups_checked
-from nnscaler.training.user_loop.module_changes import version_of
+from nnscaler.training.user_loop.stale_module import version_of
 
 _USE_ENGINE = "engine.clip_grad_norm_(max_norm) has the norm of the whole model; inf for the norm alone"
 _OWN = "the engine trains tensors of its own: engine.optimizer(...) updates them, and engine.clip_grad_norm_ clips them"
@@ -226,8 +226,9 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
             here = {one.name for one in held.values() if one.engine is engine}
             check_group(optimizer, group, [stored[id(one.tensor)] for one in own], complete=here >= trained)
     given = [p for group in optimizer.param_groups for p in group["params"]]
-    if not any(tensor.grad is not None for tensor in given):
-        _refuse_untrained(given, f"{type(optimizer).__name__}.step", _OWN)
+    others = [p for p in given if id(p) not in held]  # beside the engine's own, or all there are, without a gradient
+    if len(others) < len(given) or not any(tensor.grad is not None for tensor in given):
+        _refuse_untrained(others, f"{type(optimizer).__name__}.step", _OWN)
     if not _left_behind(optimizer, [held[id(p)] for p in given if id(p) in held]):
         _passed[optimizer] = now
 

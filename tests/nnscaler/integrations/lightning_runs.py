@@ -20,6 +20,8 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
 
 from nnscaler.integrations.lightning import NnscalerStrategy
 
@@ -30,6 +32,8 @@ class Classifier(lightning.LightningModule):
         self.optimizer = optimizer
         self.rate = 1e-2
         self.layers = nn.Sequential(nn.Linear(7, 12), nn.GELU(), nn.Linear(12, 12), nn.GELU(), nn.Linear(12, 4))
+        self.accuracy, self.of_classes = MulticlassAccuracy(4), MulticlassAccuracy(4, average=None)
+        self.kept = MetricCollection({"f1": MulticlassF1Score(4), "rank": MulticlassAUROC(4)}, prefix="kept_")
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
         inputs, labels = batch
@@ -37,7 +41,11 @@ class Classifier(lightning.LightningModule):
         loss = nn.functional.cross_entropy(outputs, labels)
         right = outputs.argmax(-1) == labels
         self.log_dict({"train_loss": loss, "right": right.double().sum()}, reduce_fx="max", prog_bar=True)
-        return {"loss": loss, "outputs": outputs}
+        self.accuracy(outputs, labels)
+        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+        of_classes: Any = self.of_classes(outputs, target=labels)
+        self.log("first_class", 100 * of_classes[0].mean())
+        return {"loss": loss, "outputs": outputs, "of_classes": of_classes}
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         inputs, labels = batch
@@ -45,6 +53,11 @@ class Classifier(lightning.LightningModule):
         self.log("val_loss", loss, sync_dist=True)
         self.log("val_by_rows", loss, sync_dist=True, batch_size=len(inputs))
         self.log("val_by_count", loss, sync_dist=True, batch_size=torch.ones_like(labels).sum())
+        self.kept.update(self.layers(inputs).softmax(-1), labels)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log_dict(self.kept.compute())
+        self.kept.reset()
 
     def configure_optimizers(self) -> Any:
         groups = [
@@ -67,14 +80,21 @@ class Losses(Callback):
         self.train: list[float] = []
         self.shapes: list[int] = []
         self.validation: list[float] = []
+        self.metrics: list[float] = []
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.metrics.append(float(trainer.callback_metrics["accuracy"]))
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
         self.train.append(float(trainer.callback_metrics["train_loss"]))
         self.shapes.append(len(outputs["outputs"]))
+        if float(trainer.callback_metrics["first_class"]) != 100 * float(outputs["of_classes"][0]):
+            self.metrics.append(-1.0)
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
         found = trainer.callback_metrics
         self.validation += [float(found[name]) for name in ("val_loss", "val_by_rows", "val_by_count")]
+        self.metrics += [float(found[name]) for name in ("kept_f1", "kept_rank")]
 
 
 class Version(nn.Module):
@@ -178,6 +198,7 @@ def run(
         "train": losses.train,
         "validation": losses.validation,
         "shapes": losses.shapes,
+        "metrics": losses.metrics,
         "state": {name: tensor.tolist() for name, tensor in module.state_dict().items()},
     }
     if folder is not None:

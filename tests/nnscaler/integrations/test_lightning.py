@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 import warnings
@@ -13,12 +14,14 @@ from typing import Any
 import lightning
 import pytest
 import torch
+import torchmetrics
 from lightning.pytorch.callbacks import BaseFinetuning, EMAWeightAveraging, ModelPruning, StochasticWeightAveraging
 from torch import Tensor, nn
 
 from nnscaler.errors import NnscalerError
 from nnscaler.integrations.lightning import NnscalerStrategy
 from nnscaler.integrations.lightning_checks import Fixed, Switches, check_module
+from nnscaler.integrations.lightning_metrics import Metrics
 from nnscaler.integrations.lightning_steps import StepModule
 
 TOLERANCE = 1e-12
@@ -46,8 +49,10 @@ def test_steps_equal_those_of_ddp_under_each_plan_and_a_checkpoint_goes_on_under
         assert len(found[plan]["train"]) == 20
         assert state_distance(found[plan], ddp) <= TOLERANCE, plan
         assert found[plan]["validation"] == pytest.approx(ddp["validation"], abs=TOLERANCE), plan
+        assert found[plan]["metrics"] == pytest.approx(ddp["metrics"], abs=1e-6), plan
         assert found[plan]["shapes"] == [8] * 20, plan  # what the step returns is that of the global batch
         assert found[plan]["train"] == pytest.approx(found["tp=2"]["train"], abs=TOLERANCE), plan
+    assert len({*ddp["metrics"]}) > 5 and min(ddp["metrics"]) >= 0
     several = found["dp=2, 3 batches a step"], found["ddp, 3 batches a step"]
     assert state_distance(*several) <= TOLERANCE
     assert len(several[0]["train"]) == len(several[1]["train"])
@@ -120,6 +125,43 @@ class Alternates(Module):
         return super().training_step(batch if batch_idx % 2 else -batch)
 
 
+class Measures(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.error, self.mean = torchmetrics.MeanSquaredError(), torchmetrics.MeanMetric()
+
+    def training_step(self, batch: Tensor) -> Any:
+        outputs = self.layer(batch)
+        self.mean.update(outputs, weight=2.0)
+        value: Any = self.error(outputs, target=batch[:, :1])
+        self.log("error", 1 - torch.stack([value, value]).sum().sqrt() / 2)
+        self.log("mean", self.mean)
+        return {"loss": self.loss(outputs, value), "value": value}
+
+    def loss(self, outputs: Tensor, value: Any) -> Any:
+        return outputs.square().mean()
+
+
+class ByMetric(Measures):
+    def loss(self, outputs: Tensor, value: Any) -> Any:
+        return value
+
+
+class ByProduct(Measures):
+    def loss(self, outputs: Tensor, value: Any) -> Any:
+        return outputs.mean() * value
+
+
+class Branches(Measures):
+    def loss(self, outputs: Tensor, value: Any) -> Any:
+        return outputs.mean() if value > 1 else outputs.sum()
+
+
+class Silent(Module):
+    def validation_step(self, batch: Tensor) -> None:
+        self.layer(batch)
+
+
 class Unfreezes(BaseFinetuning):
     def freeze_before_training(self, pl_module: Any) -> None:
         self.freeze(pl_module.layer)
@@ -163,8 +205,41 @@ def test_a_step_without_a_loss_and_a_logged_object_are_refused_and_a_logged_numb
     made = steps(LogsNumber())
     assert made(torch.ones(2, 3))["logged"] == {}
     with pytest.warns(UserWarning, match="logs a number that Python computed"):
-        made.logs.tell()
-    assert made.logs.by_mode[True] == {"rows": {"value": 2, "prog_bar": True}}
+        made.notes.tell()
+    assert made.notes.by_mode[True].logs == {"rows": {"value": 2, "prog_bar": True}}
+
+
+def test_metrics_get_what_the_step_gives_them_after_it() -> None:
+    module, batch = Measures(), torch.randn(5, 3)
+    steps = StepModule(module, lightning.Trainer(accelerator="cpu", logger=False).precision_plugin.forward_context)
+    found = steps(batch)
+    assert module.mean.update_count == module.error.update_count == 0 and set(found["rest"]) == set()
+    traced = pickle.loads(pickle.dumps(steps.notes.by_mode[True]))  # rank 0 sends it
+    metrics = Metrics(module)
+    values = metrics.run(traced.metrics, found["measured"])
+    outputs = module.layer(batch).detach()
+    expected = nn.functional.mse_loss(outputs, batch[:, :1])
+    torch.testing.assert_close(traced.values["value"].function(values), expected)
+    torch.testing.assert_close(traced.logs["error"]["value"].function(values), 1 - (2 * expected).sqrt() / 2)
+    assert traced.logs["mean"]["value"].path == "mean"
+    torch.testing.assert_close(module.mean.compute(), outputs.mean())
+    assert module.mean.distributed_available_fn is not Measures().mean.distributed_available_fn
+    metrics.release()
+    assert module.mean.distributed_available_fn is Measures().mean.distributed_available_fn
+
+
+@pytest.mark.parametrize("kind", [ByMetric, ByProduct, Branches])
+def test_a_step_that_has_to_know_what_a_metric_returns_is_refused(kind: type[Measures]) -> None:
+    steps = StepModule(kind(), lightning.Trainer(accelerator="cpu", logger=False).precision_plugin.forward_context)
+    with pytest.raises(NnscalerError, match="the step computes with what the metric `error` returns") as raised:
+        steps(torch.randn(5, 3))
+    assert "torchmetrics.functional" in (raised.value.help or "")
+
+
+def test_a_validation_step_without_results_is_refused() -> None:
+    steps = StepModule(Silent(), lightning.Trainer(accelerator="cpu", logger=False).precision_plugin.forward_context)
+    with pytest.raises(NnscalerError, match="validation_step of Silent returns nothing, and logs nothing"):
+        steps.eval()(torch.randn(5, 3))
 
 
 @pytest.mark.parametrize(
@@ -175,10 +250,10 @@ def test_a_count_that_a_step_reads_is_told(module: Module, said: str) -> None:
     steps = StepModule(module, trainer.precision_plugin.forward_context)
     steps(torch.ones(2, 3))
     with pytest.warns(UserWarning, match=f"the step {said}"):
-        steps.logs.tell()
+        steps.notes.tell()
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # it was told, and is not again
-        steps.logs.tell()
+        steps.notes.tell()
     assert module.current_epoch == 0 and "log" not in vars(module)
 
 

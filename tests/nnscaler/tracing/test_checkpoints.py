@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import nnscaler
 from nnscaler.compile import checkpoint_steps, with_checkpoints
+from nnscaler.errors import NnscalerError
 from nnscaler.ir.text import print_graph
 from nnscaler.tracing import trace
 from nnscaler.tracing.export import recompute_regions
@@ -128,3 +129,19 @@ def test_layers_of_transformers() -> None:
     ids = torch.randint(3, 32, (2, 6))
     steps = checkpoint_steps(trace(model, {"input_ids": ids, "labels": ids}).graph)
     assert [s.operations for s in steps] == [("model.layers.0",), ("model.layers.1",)]
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(lambda h: self.norm(h).square(), self.up(x), use_reentrant=False)
+        return result.mean()
+
+
+def test_statistics_that_eager_updates_twice_are_refused_with_why() -> None:
+    with pytest.raises(NnscalerError, match=r"the buffer norm\.running_mean after the step: differs") as raised:
+        trace(Normed(), {"x": BATCH["x"]})
+    assert "batch norm in torch.utils.checkpoint" in (raised.value.help or "")

@@ -97,6 +97,8 @@ def test_shapes_are_explicit() -> None:
         %b: float32[2, 12] grad = aten.flatten.using_ints(%a, 1)
         %c: float32[5, 2, 12] grad = aten.expand.default(%b, (5, -1, -1))
         %d: int64[3] = aten.arange.default(3)
+        %e: float32[4, 4] = aten.new_full.default(%x, (4, 4), 1.0)
+        %f: float32[6, 4] = aten.new_zeros.default(%x, (6, 4))
         %loss: float32[] grad = aten.sum.default(%c)
         """,
     )
@@ -106,6 +108,8 @@ def test_shapes_are_explicit() -> None:
         %b: float32[2, 12] grad = aten.reshape.default(%a, (2, 12))
         %c: float32[5, 2, 12] grad = aten.expand.default(%b, (5, 2, 12))
         %d: int64[3] = aten.arange.default(3, dtype=int64)
+        %e: float32[4, 4] = aten.full.default((4, 4), 1.0, dtype=float32)
+        %f: float32[6, 4] = aten.new_zeros.default(%x, (6, 4))
         %loss: float32[] grad = aten.sum.default(%c)
         loss %loss
         """

@@ -265,6 +265,22 @@ def test_what_is_done_to_the_modules_own_parameters_is_refused(use: Callable[[Mo
     on_ranks(module, "dp=1", 1, work)
 
 
+def test_parameters_of_the_module_beside_those_of_the_engine_are_refused() -> None:
+    module, own = model(), nn.Linear(2, 2)
+    module.head.requires_grad_(False)
+
+    def work(engine: Engine) -> None:
+        optimizer = engine.optimizer(torch.optim.SGD, lr=0.1)
+        optimizer.add_param_group({"params": list(own.named_parameters())})  # of something else in the loop
+        engine.step(rows(batch(0), engine))
+        optimizer.step()
+        optimizer.add_param_group({"params": list(module.head.named_parameters())})  # unfrozen
+        with pytest.raises(NnscalerError, match=r"SGD\.step is given `head.weight` of the module that was compiled"):
+            optimizer.step()
+
+    on_ranks(module, "dp=2", 2, work)
+
+
 def test_a_scaler_that_sees_shards_is_refused() -> None:
     def work(engine: Engine) -> None:
         optimizer, scaler = adamw(engine), torch.amp.GradScaler("cpu")
