@@ -28,6 +28,8 @@ PARTS = (2, 3, 4)  # in which a sum may be computed
 AGREES = 8.0  # times the noise of a tensor: the largest of a few draws is rarely exceeded by so much
 UNDECIDED = 64.0
 LARGEST = 0.25  # that agrees: what ranks that do not work together differ by is larger, whatever the noise
+UNKNOWN = "how far rounding alone moves it is not known, for no run with other rounding ended well"
+HALF = 0.5  # of a unit is lost where a value is rounded, although no draw may show it: they may all round alike
 
 
 @dataclass(frozen=True)
@@ -37,11 +39,14 @@ class Noise:
     noise  relative difference that rounding makes, by tensor
     unit   of rounding of the dtype
     exact  in float64: within `bound` everything agrees, and nothing else does
+    unknown
+           why no noise could be measured; empty where it was, or need not be
     """
 
     noise: Mapping[Key, float] = field(default_factory=dict)
     unit: float = torch.finfo(torch.float64).eps
     exact: bool = True
+    unknown: str = ""
 
     @property
     def bound(self) -> float:
@@ -54,6 +59,8 @@ class Noise:
         noise = self.noise.get(key, 0.0)
         if relative <= self.bound or (not self.exact and relative <= min(AGREES * noise, LARGEST)):
             return level
+        if self.unknown:
+            return Verdict.INCONCLUSIVE if relative <= LARGEST else Verdict.REFUTED
         return Verdict.INCONCLUSIVE if relative <= UNDECIDED * noise else Verdict.REFUTED
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -14,7 +13,7 @@ from nnscaler.errors import few
 from verify.external.comparison.compare import compare
 from verify.external.comparison.comparison_records import ComparisonResult, Difference, PartGradients, ProgramRun
 from verify.external.comparison.findings import findings
-from verify.external.comparison.reference_rounding_noise import AGREES, DRAWS, Noise, distances
+from verify.external.comparison.reference_rounding_noise import AGREES, DRAWS, HALF, UNKNOWN, Noise, distances
 from verify.external.comparison.replicas_under_dropout import NAME as COPIES
 from verify.external.observe_rank_run import RankRecord
 from verify.external.parameter_mapping import RankPiece
@@ -31,7 +30,7 @@ from verify.external.torchrun.match_one_rank import (
     unmatched,
 )
 from verify.external.torchrun.records import Clipped, ScriptRecord
-from verify.external.torchrun.reference_processes import Failed, NotMatched
+from verify.external.torchrun.reference_processes import Failed, NotMatched, first_line
 from verify.external.torchrun.run_ranks_and_reference import ScriptRunner
 from verify.programs.low_precision.noise import moved
 from verify.results.finding import Finding
@@ -192,8 +191,9 @@ def _with_part_losses(
     """Add the losses of the data parts, where the loss is a sum over rows: theirs must add up to that of the whole."""
     steps = []
     exact = reference.dtype == torch.float64
-    bound = FLOAT64_BOUND if exact else AGREES * layout.count * torch.finfo(reference.dtype).eps
+    eps = torch.finfo(reference.dtype).eps
     for number, step in enumerate(reference.steps):
+        bound = FLOAT64_BOUND if exact else AGREES * layout.count * max(eps, HALF * step.loss_unit)
         losses = [ranks[layout.parts.index(part)].steps[number].loss for part in range(layout.count)]
         known = [loss.double() for loss in losses if loss is not None]
         sums = len(known) == layout.count > 1 and not step.part_losses
@@ -207,19 +207,24 @@ def _noise(runner: ScriptRunner, material: Material, double: bool, way: Way, tru
     """Run the same reference from parameters that are moved by a unit in the last place, with its sums taken in another
     order: a norm by which a script clips is such a sum, and so is what a cast to bfloat16 rounds."""
     generator = torch.Generator().manual_seed(0)
-    noise: dict[Key, float] = {}
+    noise: dict[Key, float] = {("loss", number, ""): HALF * step.loss_unit for number, step in enumerate(truth.steps)}
+    unknown: list[str] = []
     for draw in range(DRAWS):
         start = {
             name: moved(value, value.dtype, generator) if value.is_floating_point() else value
             for name, value in material.start.items()
         }
         for seed in (draw, None):  # a script may not run under what takes its sums in another order
-            with suppress(NotMatched, Failed):
+            try:
                 made = runner.fed(double, replace(material, start=start, reordered=seed), way)
-                for key, value in distances(reference_of(made, len(truth.steps)), truth):
-                    noise[key] = max(noise.get(key, 0.0), value)
-                break
-    return Noise(noise, torch.finfo(truth.dtype).eps, double)
+            except (NotMatched, Failed) as problem:
+                unknown.append(first_line(str(problem)))
+                continue
+            for key, value in distances(reference_of(made, len(truth.steps)), truth):
+                noise[key] = max(noise.get(key, 0.0), value)
+            break
+    why = f"{UNKNOWN}: {unknown[0]}" if len(unknown) == 2 * DRAWS else ""
+    return Noise(noise, torch.finfo(truth.dtype).eps, double, why)
 
 
 def explained(runner: ScriptRunner, chosen: Attempt, made: Sequence[Attempt], double: bool) -> Attempt:
@@ -303,7 +308,9 @@ def _with_assumption(judged: Judged, made: Sequence[Attempt]) -> Judged:
         shares = [one for one in differences if abs(_factor(one) * parts - 1.0) < _SHARE]
         differing = (shares or differences)[0]
         message += f"not with the script on one rank, given the rows of all: {differing.name or 'the loss'} differs"
-        if shares:
+        if whole.run.tolerance.unknown:
+            cause = whole.run.tolerance.unknown
+        elif shares:
             cause = (
                 f"it is 1/{parts} of that, as where a loss is a sum over rows, and gradients are averaged over parts"
             )

@@ -189,7 +189,8 @@ def reference_of(records: Sequence[ScriptRecord], steps: int) -> PlainReference:
         states = [space.flat(s.state) for s in seen]
         statistics = tuple((state,) for state in states) if len(states) > 1 else ()
         gradients, norm = space.flat(seen[0].gradients), seen[0].norm
-        rows.append(ReferenceStep(mean, parts, gradients, states[0], norm, statistics))
+        unit = max(s.loss_unit for s in seen)
+        rows.append(ReferenceStep(mean, parts, gradients, states[0], norm, statistics, unit))
     return PlainReference(space, dict(first.start), tuple(rows), 0.0, first.dtype, None)
 
 

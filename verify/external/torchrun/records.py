@@ -98,6 +98,7 @@ class SeenStep:
     late       gradients after the step, as far as it made them others
     unread     parameters whose gradient no optimizer of this rank reads
     clipped    calls of torch's functions that clip gradients, before the step
+    loss_unit  of rounding of the losses: the largest of their dtypes
     """
 
     losses: Tensors
@@ -110,6 +111,7 @@ class SeenStep:
     late: Mapping[str, Tensor] = field(default_factory=dict)
     unread: frozenset[str] = frozenset()
     clipped: tuple[Clipped, ...] = ()
+    loss_unit: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ in its place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -50,6 +50,7 @@ class ScriptWatch:
         self._draws: list[Tensor] = []
         self._loaders: dict[int, int] = {}
         self._losses: list[Tensor] = []
+        self._loss_unit = 0.0
         self._own: dict[str, Tensor | None] = {}
         self._gradients: dict[str, Tensor | None] = {}
         self._steps: list[SeenStep] = []
@@ -165,7 +166,7 @@ class ScriptWatch:
             if self._inside:
                 return autograd(tensors, grad_tensors, *rest, **named)
             roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
-            self._losses += [scalar(root) for root in roots if isinstance(root, Tensor) and root.numel() == 1]
+            self._losses += self._scalars(roots)
             if self._louder != 1:
                 with torch.enable_grad():
                     tensors = tuple(root * self._louder if isinstance(root, Tensor) else root for root in roots)
@@ -201,12 +202,17 @@ class ScriptWatch:
             finally:
                 self._scheduled, this._loss_fn = False, loss_of
             losses[before:] = [loss / self._louder for loss in losses[before:]]
-            found = [scalar(loss) for loss in losses[before:] if isinstance(loss, Tensor) and loss.numel() == 1]
-            if found:
+            if found := self._scalars(losses[before:]):
                 self._losses.append(torch.stack(found).mean())
             return output
 
         return stepped
+
+    def _scalars(self, roots: Iterable[Any]) -> list[Tensor]:
+        """Return the losses among what a backward pass starts from, and note how coarsely they are rounded."""
+        losses = [root for root in roots if isinstance(root, Tensor) and root.numel() == 1]
+        self._loss_unit = max([self._loss_unit, *(torch.finfo(loss.dtype).eps for loss in losses)])
+        return [scalar(loss) for loss in losses]
 
     def _given(self, kind: str, values: Any) -> Any:
         """Return what a schedule is given. One rank is first and last stage: it may lack what other ranks have."""
@@ -317,7 +323,10 @@ class ScriptWatch:
         norm, clipped = self._clipping.taken()
         late = changed(self._gradients, self._state.gradients())
         unread = self._state.unread()
-        self._steps.append(SeenStep(losses, self._gradients, own, {}, settings, taken, norm, late, unread, clipped))
+        unit, self._loss_unit = self._loss_unit, 0.0
+        self._steps.append(
+            SeenStep(losses, self._gradients, own, {}, settings, taken, norm, late, unread, clipped, unit)
+        )
         self._made[id(optimizer)] = self._made.get(id(optimizer), 0) + 1
         enough = (
             min(self._made.values()) >= self._wanted if self._feed is None else len(self._steps) >= self._feed.steps
