@@ -9,7 +9,6 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from nnscaler.errors import few
 from verify.external.comparison.compare import compare
 from verify.external.comparison.comparison_records import ComparisonResult, Difference, PartGradients, ProgramRun
 from verify.external.comparison.findings import findings
@@ -165,9 +164,8 @@ def attempt_of(
         raise NotMatched("on one rank the loss is not finite, so that nothing can be compared")
     reference = reference_of(made, steps)
     ranks = rank_records(records, layout, reference, made)
-    strange = unmatched(ranks)
-    if strange:
-        raise NotMatched(f"{few(strange, 4)} on the ranks cannot be found in the parameters on one rank")
+    if strange := unmatched(ranks, records):
+        raise NotMatched(strange)
     tolerance = Noise() if double else Noise({}, torch.finfo(reference.dtype).eps, exact=False)
     reference = replace(reference, steps=_with_part_losses(reference, ranks, layout))
     own = own_gradients(made) if len(made) == layout.count else _no_gradients(reference)

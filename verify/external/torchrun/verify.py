@@ -16,7 +16,7 @@ from verify.external.ranks.run_result import RanksFailed
 from verify.external.torchrun.compare_with_one_rank import SAID, Judged, judge
 from verify.external.torchrun.cuda_on_cpu import WITHOUT_GPU, asks_for_gpu
 from verify.external.torchrun.find_ranks_with_same_rows import counts_for_each_rank, replicas, same_rows
-from verify.external.torchrun.match_one_rank import Layout, NoParts, material_of, parts_of, unequal_starts
+from verify.external.torchrun.match_one_rank import STARTS, Layout, NoParts, material_of, parts_of, unequal_starts
 from verify.external.torchrun.records import ScriptRecord
 from verify.external.torchrun.reference_processes import Failed, first_line
 from verify.external.torchrun.rerun_with_larger_gradients import with_larger_gradients
@@ -34,6 +34,10 @@ _EQUAL_BY_SEED = (
 _CHECK_FILE = (
     "let it run as `torchrun --nproc-per-node 1` would start it, with WORLD_SIZE=1, which a test of the number of "
     "ranks may forbid; or write a check file, whose `model()` is the plain model: docs/verify-external.md"
+)
+_STARTS = (
+    "copies: broadcast the parameters of rank 0, or seed every rank alike, before the first step; shards: cut them "
+    "out of whole tensors that every rank makes alike"
 )
 _SAME_ROWS = "ranks that average their gradients take in the same data, and do the work of one"
 _LABELS = (
@@ -182,9 +186,10 @@ def _on_other_data(runner: ScriptRunner, name: str, double: bool, apart: Sequenc
 def _outcome(judged: Judged) -> tuple[tuple[Check, ...], tuple[Finding, ...]]:
     if judged.attempt is not None:
         return judged.checks, judged.findings
-    reasons = "; ".join(dict.fromkeys(reason for _, reason in judged.reasons))
-    message = f"the script on one rank is no reference for the ranks: {reasons}"
-    return _undecided(message, None, help=_CHECK_FILE)
+    reasons = [reason for _, reason in judged.reasons]
+    reasons = sorted(dict.fromkeys(reasons), key=lambda text: not text.startswith(STARTS))
+    message = f"the script on one rank is no reference for the ranks: {'; '.join(reasons)}"
+    return _undecided(message, None, help=_STARTS if reasons[0].startswith(STARTS) else _CHECK_FILE)
 
 
 def _run(runner: ScriptRunner, double: bool, notes: list[str]) -> tuple[tuple[ScriptRecord, ...], bool]:

@@ -106,6 +106,15 @@ def test_replicas_that_nobody_made_equal() -> None:
     assert "0.weight" in finding.message
 
 
+def test_other_values_on_every_rank_are_named_where_they_cannot_be_matched() -> None:
+    report = verified("by_hand.py --broken alone", 2)
+    assert report.verdict is Verdict.INCONCLUSIVE, told(report)
+    (finding,) = report.findings
+    said = "the script on one rank is no reference for the ranks: ranks start from different values of 0.weight, 0.bias"
+    assert finding.message.startswith(said), told(report)
+    assert "broadcast the parameters of rank 0" in str(finding.help)
+
+
 def test_statistics_of_every_data_part_are_compared() -> None:
     report = verified("accumulate.py --batch-norm --broken momentum", 2, reference="parts")
     assert [finding.code for finding in report.findings] == ["buffer_differs"], told(report)
