@@ -140,11 +140,14 @@ def judge(
 
 
 def _ways(material: Material) -> Iterator[tuple[Way, Material]]:
-    """Yield the ways, first with the random numbers that the parts drew outside of models, then without them."""
+    """Yield the ways, first with the random numbers that the parts drew outside of models, then without them, and at
+    last with the scalars that one rank computes."""
     for way in WAYS:
         if material.draws and way in ("whole", "part"):
             yield way, material
         yield way, replace(material, draws=())
+        if way == "whole" and material.has_scalars:
+            yield way, replace(material, draws=(), scalars=False)
 
 
 def attempt_of(

@@ -40,6 +40,9 @@ class Material:
     draws  random numbers that each data part drew outside of models; empty where all drew the same
     reordered
            a seed for another order of the sums (`Start`)
+    scalars
+           of the data are those of the ranks; if not, the script's own, which it may have computed of the rows that it
+           was given: by what a loss is divided, say
     """
 
     parts: tuple[Events, ...]
@@ -48,6 +51,12 @@ class Material:
     settings: tuple[tuple[Settings, ...], ...]
     draws: tuple[Tensors, ...] = ()
     reordered: int | None = None
+    scalars: bool = True
+
+    @property
+    def has_scalars(self) -> bool:
+        """Return whether there are any among the data."""
+        return any(not t.dim() for events in self.parts for kind in events.values() for event in kind for t in event)
 
 
 @dataclass(frozen=True)
@@ -90,8 +99,11 @@ class RanksFeed:
             raise Unmatched(
                 f"on one rank the script takes in other data ({kind}, number {number + 1}) than on the ranks"
             )
+        scalars = self.material.scalars
         if self.way in ("turns", "part"):
-            return self._replaced(kind, natural, here[part])
+            kept = natural or here[part]
+            pairs = zip(kept, here[part], strict=True)
+            return self._replaced(kind, natural, tuple(new if old.dim() or scalars else old for old, new in pairs))
         columns = list(zip(*here, strict=True))
         if not natural:
             return tuple(self._joined(kind, column) for column in columns)
@@ -106,7 +118,7 @@ class RanksFeed:
                 self.divided.update([kind] if rows else [])
             return natural
         wanted = tuple(
-            own if _is_total(own, column) else self._joined(kind, column)
+            own if _is_total(own, column) or not (own.dim() or scalars) else self._joined(kind, column)
             for own, column in zip(natural, columns, strict=True)
         )
         return self._replaced(kind, natural, wanted)
@@ -247,7 +259,7 @@ def _is_total(own: Tensor, column: Sequence[Tensor]) -> bool:
     """Return whether it is a count, and that of all parts together."""
     if own.dim() or any(other.dim() for other in column) or len(column) == 1:
         return False
-    different = any(not close(column[0], other) for other in column[1:])
+    different = any(not close(own, other) for other in column)  # else each part has that of the whole
     return different and close(own.double(), torch.stack([other.double() for other in column]).sum())
 
 

@@ -31,6 +31,8 @@ class Start:
     louder  factor of every gradient
     reordered
             a seed: sums in narrow dtypes are taken in parts, and in an order that it draws
+    kept    the share of labels that count which still do; below 1, others become the one that is ignored
+    ignored values of labels that a loss may ignore, beside a negative one
     """
 
     words: tuple[str, ...]
@@ -44,6 +46,8 @@ class Start:
     dropout: bool = False
     louder: float = 1.0
     reordered: int | None = None
+    kept: float = 1.0
+    ignored: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -133,6 +137,7 @@ class ScriptRecord:
     draws    random numbers that it drew for itself, outside of its models
     numbers  of Python that it read from its data, outside of its models
     measured it took norms of gradients by itself, outside of optimizers and of torch's clipping
+    ignored  each `ignore_index` of its cross entropies
     """
 
     rank: int
@@ -150,6 +155,7 @@ class ScriptRecord:
     draws: Tensors = ()
     numbers: tuple[float, ...] = ()
     measured: bool = False
+    ignored: tuple[int, ...] = ()
 
 
 class Stopped(BaseException):

@@ -20,8 +20,10 @@ from verify.external.torchrun.match_one_rank import STARTS, Layout, NoParts, mat
 from verify.external.torchrun.records import ScriptRecord
 from verify.external.torchrun.reference_processes import Failed, first_line
 from verify.external.torchrun.rerun_with_larger_gradients import with_larger_gradients
+from verify.external.torchrun.rerun_with_unequal_labels import with_unequal_labels
 from verify.external.torchrun.run_ranks_and_reference import ScriptRunner
 from verify.external.torchrun.run_watched_script import check_words
+from verify.external.unequal_label_counts import NAME
 from verify.results.finding import Finding
 from verify.results.report import Check, Report, environment
 from verify.results.verdict import Verdict
@@ -122,8 +124,9 @@ def _verify(runner: ScriptRunner, name: str, double: bool, progress: Progress) -
             # equal seeds make equal data: what looks like one batch, counted twice, may be rows of two ranks
             notes.append(_EQUAL_BY_SEED)
             return *_outcome(other.judged), (*notes, *_said(other.judged, other.layout, other.records)), used
-    notes += _said(judged, layout, records)
     judged = with_larger_gradients(runner, name, judged, records, layout, double)
+    judged = with_unequal_labels(runner, name, judged, records, layout, double)
+    notes += _said(judged, layout, records)
     return *_outcome(judged), tuple(notes), used
 
 
@@ -294,7 +297,8 @@ def _said(judged: Judged, layout: Layout, records: Sequence[ScriptRecord]) -> li
             "every rank takes in the same data, which is right for tensor and pipeline parallelism; with data "
             "parallelism a missing reduction does not show"
         )
-    if judged.passes and layout.count > 1 and _as_many_labels(layout, records):
+    tried = any(check.name == NAME for check in judged.checks)
+    if judged.passes and not tried and layout.count > 1 and _as_many_labels(layout, records):
         notes.append(_LABELS)
     groups = sorted({group for record in records for group in record.groups})
     if groups:

@@ -26,7 +26,7 @@ from nnscaler.tracing.float64_run import exact, exact_tensor
 from verify.external.observe_rank_run import changed, local_gradient, note_on_hooks
 from verify.external.torchrun.cuda_on_cpu import left_as_filled, replaced
 from verify.external.torchrun.feed_data_of_all_ranks import RanksFeed
-from verify.external.torchrun.find_and_replace_data import ScriptMode, exchanged, settings_of, varied
+from verify.external.torchrun.find_and_replace_data import ScriptMode, exchanged, settings_of, thinned, varied
 from verify.external.torchrun.records import ScriptRecord, SeenStep, Start, Stopped, Tensors
 from verify.external.torchrun.script_state import ScriptState
 from verify.external.torchrun.watch_clipping import ClippingWatch, scalar
@@ -40,7 +40,7 @@ class ScriptWatch:
     def __init__(self, start: Start, save: Callable[[ScriptRecord], None], feed: RanksFeed | None = None) -> None:
         self.notes: dict[str, None] = {}
         self.groups: list[tuple[int, ...]] = []
-        self._rank, self._wanted, self._double, self._vary = start.rank, start.steps, start.double, start.vary
+        self._rank, self._wanted, self._double, self._start = start.rank, start.steps, start.double, start
         self._save, self._feed, self._louder = save, feed, start.louder
         self._inside = 0  # models, backward passes and schedules that run
         self._stepping = 0
@@ -108,6 +108,7 @@ class ScriptWatch:
             tuple(self._draws),
             tuple(self._mode.numbers),
             self._mode.measured,
+            tuple(self._mode.ignored),
         )
 
     # Data.
@@ -124,8 +125,9 @@ class ScriptWatch:
         events = self._events.setdefault(kind, [])
         if self._feed is not None:
             used = self._feed.data(kind, len(events), used)
-        elif self._vary is not None:
-            used = tuple(varied(t, self._vary, len(events)) for t in used)
+        elif self._start.vary is not None:
+            used = tuple(varied(t, self._start.vary, len(events)) for t in used)
+        used = tuple(thinned(t, self._start.kept, self._start.ignored) for t in used)
         events.append(tuple(t.detach().clone() for t in used))
         return used
 
