@@ -197,7 +197,9 @@ def _explain(run: ProgramRun, number: int, record: RankRecord, piece: RankPiece,
         each = [piece.take(run.part_gradients(number, part)).nan_to_num(0.0) for part in range(parts)]
         mean = torch.stack(each).mean(0)
         if _judge(run, ("gradient", number), piece, difference(value.double(), mean).relative).passes:
-            return MEAN_OF_MEANS
+            before = None if run.unclipped is None else piece.take(run.unclipped(number)).nan_to_num(0.0)
+            clipped = before is not None and _judge(run, ("gradient", number), piece, difference(before, mean).relative)
+            return _NOT_CLIPPED if clipped and clipped.passes else MEAN_OF_MEANS
     values = {**_same_elements(run, piece, lambda step: step.gradients, number), record.rank: value}
     wrong = run.wrong_tensor("gradient", record.rank, values, piece.take(whole).nan_to_num(0.0))
     found = cause_of(
@@ -220,6 +222,13 @@ def _explain(run: ProgramRun, number: int, record: RankRecord, piece: RankPiece,
     right = wrong.expected
     elements = WrongGradient(run, number, record, piece, value, lambda made: near(made, right))
     return cause_by_micro_batches(run.micro_means, number, agrees) or elements.cause() or found
+
+
+_NOT_CLIPPED = Cause(
+    "not_clipped",
+    "it is the gradient as it is before it is clipped: the norm that is taken here is not that of all gradients, or "
+    "the limit is another one",
+)
 
 
 def _same_elements(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 
 import torch
@@ -19,7 +20,7 @@ from verify.external.parameter_mapping import RankPiece
 from verify.external.ranks.run_result import RanksFailed
 from verify.external.reference import PlainReference, ReferenceStep
 from verify.external.torchrun.feed_data_of_all_ranks import Material, Way
-from verify.external.torchrun.find_comparison_gaps import idle_at_start, left_open
+from verify.external.torchrun.find_comparison_gaps import Tried, doubt_of, idle_at_start, left_open
 from verify.external.torchrun.match_one_rank import (
     Layout,
     own_gradients,
@@ -58,6 +59,8 @@ class Attempt:
     numbers  that it read from its data
     notes    of that run
     clipped  calls of torch's functions that clip gradients, in each of its steps
+    unclipped
+             makes the gradients before they were clipped
     """
 
     way: Way
@@ -67,6 +70,7 @@ class Attempt:
     compared: tuple[ComparisonResult, ...]
     notes: tuple[str, ...]
     clipped: tuple[tuple[Clipped, ...], ...] = ()
+    unclipped: PartGradients | None = None
 
     @property
     def agrees(self) -> bool:
@@ -136,7 +140,9 @@ def judge(
             checks, found = _with_dropout(runner, chosen.run, layout, double)
             judged = replace(judged, checks=judged.checks + checks, findings=judged.findings + found)
         return judged if runner.parts else _with_assumption(judged, made)
-    return _judged(chosen, tuple(reasons), _doubt(chosen, records, bool(firm), layout, reasons), unseen, ())
+    tried = Tried(chosen.way, chosen.numbers, bool(firm), tuple(reasons))
+    differences = [difference for result in chosen.compared for difference in result.differences]
+    return _judged(chosen, tuple(reasons), doubt_of(tried, differences, records, layout), unseen, ())
 
 
 def _ways(material: Material) -> Iterator[tuple[Way, Material]]:
@@ -174,7 +180,8 @@ def attempt_of(
     own = own_gradients(made) if len(made) == layout.count else _no_gradients(reference)
     run = ProgramRun(program_of(name, layout), reference, ranks, tolerance, own)
     clipped = tuple(step.clipped for step in made[0].steps[:steps])
-    attempt = Attempt(way, material, made[0].numbers, run, compare(run), made[0].notes, clipped)
+    own = own_gradients(made)
+    attempt = Attempt(way, material, made[0].numbers, run, compare(run), made[0].notes, clipped, own)
     if not double and not attempt.agrees:
         run = replace(run, tolerance=_noise(runner, material, double, way, reference))
         attempt = replace(attempt, run=run, compared=compare(run))
@@ -228,42 +235,24 @@ def _noise(runner: ScriptRunner, material: Material, double: bool, way: Way, tru
     return Noise(noise, torch.finfo(truth.dtype).eps, double, why)
 
 
+def _mean_of_parts(gradients: PartGradients, count: int, step: int) -> Tensor:
+    return torch.stack([gradients(step, part) for part in range(count)]).mean(0)
+
+
 def explained(runner: ScriptRunner, chosen: Attempt, made: Sequence[Attempt], double: bool) -> Attempt:
     """Judge again with the noise of an ill-conditioned model, and with the gradients of the data parts."""
     run = chosen.run
     if double and all(d.relative < _ROUNDING for result in chosen.compared for d in result.differences):
         run = replace(run, tolerance=_noise(runner, chosen.material, double, chosen.way, run.reference))
+    if chosen.unclipped is not None:
+        count = len(chosen.material.parts) if chosen.way == "part" else 1
+        run = replace(run, unclipped=partial(_mean_of_parts, chosen.unclipped, count))
     parts = next((attempt.run for attempt in made if attempt.way == "part"), None)
     if parts is not None and parts.reference.space.names == run.reference.space.names:
         run = replace(run, part_gradients=parts.part_gradients)
     else:
         run = replace(run, part_gradients=_no_gradients(run.reference))
     return replace(chosen, run=run, compared=compare(run))
-
-
-_READ = "a count of labels, say, which can be followed where it stays a tensor, without `.item()`"
-
-
-def _doubt(
-    chosen: Attempt,
-    records: Sequence[ScriptRecord],
-    firm: bool,
-    layout: Layout,
-    reasons: Sequence[tuple[Way, str]],
-) -> str | None:
-    """Return why a difference decides nothing; None where it does."""
-    if any(record.drew for record in records):
-        return "the forward pass draws random numbers, which are others on one rank"
-    if not firm:
-        return "the script could not be run on one rank without more rows or micro-batches than it takes on a rank"
-    pairs = [(n, o) for n, o in zip(chosen.numbers, records[0].numbers, strict=False) if n != o]
-    if chosen.way == "part" and pairs:
-        return f"on one rank the script reads {pairs[0][0]:g} from its data, and {pairs[0][1]:g} on rank 0: {_READ}"
-    causes = [d.cause for result in chosen.compared for d in result.differences]
-    without_whole = {"own", "whole"} <= {way for way, _ in reasons}
-    if without_whole and causes and all(c.kind == "scaled" and abs(c.factor - layout.count) < 1e-3 for c in causes):
-        return "the gradient is the sum over the data parts: whether the loss is a sum over rows could not be tried"
-    return None
 
 
 def _judged(

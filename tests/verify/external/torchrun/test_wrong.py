@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.verify.external.torchrun.running import told, verified
+from verify.external.torchrun.verify import verify_script
 from verify.results.verdict import Verdict
 
 
@@ -75,6 +78,37 @@ def test_clipping_by_hand_is_tried_beyond_its_limit(command: str) -> None:
     assert [check.name for check in report.checks if not check.verdict.passes] == ["gradients beyond a limit"]
     assert {finding.code for finding in report.findings} == {"gradient_differs"}
     assert all("16384 times as large" in finding.message for finding in report.findings)
+
+
+@pytest.mark.long
+def test_a_norm_of_a_shard_that_clips_nothing_is_named(tmp_path: Path) -> None:
+    """The mean over the data parts is what is not clipped: that it is the mean is no fault."""
+    script = tmp_path / "shards.py"
+    script.write_text(SHARDS)
+    report = verify_script([str(script)], ranks=2)
+    assert report.verdict is Verdict.REFUTED, told(report)
+    assert "the gradient as it is before it is clipped" in str(report.findings[0].cause), told(report)
+
+
+SHARDS = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = fully_shard(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+torch.manual_seed(10 + dist.get_rank())
+for _ in range(3):
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(torch.randn(6, 8)), torch.randint(0, 4, (6,))).backward()
+    shards = [parameter.grad.to_local() for parameter in model.parameters()]
+    norm = torch.stack([shard.norm() for shard in shards]).norm()
+    for shard in shards:
+        shard.mul_(torch.clamp(0.5 / norm, max=1.0))
+    optimizer.step()
+"""
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@
     own    a rank's own, by hand
 
 --pad: the label that is ignored. --drawn: the script draws its rows, and no loader brings them. --inverse: it
-multiplies by the inverse of that number.
+multiplies by the inverse of that number. --lengths: rows have several, and are
+padded to the longest of a batch.
 """
 
 import argparse
@@ -21,6 +22,7 @@ parser.add_argument("divisor")
 parser.add_argument("--pad", type=int, default=-100)
 parser.add_argument("--drawn", action="store_true")
 parser.add_argument("--inverse", action="store_true")
+parser.add_argument("--lengths", action="store_true")
 args = parser.parse_args()
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
@@ -39,7 +41,15 @@ def batches():
         own = torch.Generator().manual_seed(5 + rank)
         return [rows(4, own) for _ in range(3)]
     data = TensorDataset(*rows(32, torch.Generator().manual_seed(5)))
-    return DataLoader(data, batch_size=8 // world, sampler=DistributedSampler(data, shuffle=False))
+    sampler = DistributedSampler(data, shuffle=False)
+    return DataLoader(data, batch_size=8 // world, sampler=sampler, collate_fn=padded if args.lengths else None)
+
+
+def padded(batch):
+    cut = [[part[: 5 + int(words[0]) % 6] for part in (words, labels)] for words, labels in batch]
+    words, labels = zip(*cut, strict=True)
+    joined = nn.utils.rnn.pad_sequence
+    return joined(words, batch_first=True), joined(labels, batch_first=True, padding_value=args.pad)
 
 
 model = DistributedDataParallel(nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 20)))
