@@ -9,6 +9,7 @@ from math import isnan
 import torch
 from torch import Tensor
 
+from nnscaler.errors import few
 from verify.external.comparison.comparison_records import ComparisonResult, Difference, ProgramRun
 from verify.external.comparison.losses_and_norms import compare_losses, compare_norms
 from verify.external.comparison.micro_batch_reference import MEAN_OF_MEANS, cause_by_micro_batches
@@ -17,7 +18,7 @@ from verify.external.observe_rank_run import ObservedStep, RankRecord
 from verify.external.parameter_mapping import RankPiece, as_real, taken
 from verify.external.reference import PlainReference, data_part
 from verify.programs.causes.find_cause_of_wrong_tensor import cause_of
-from verify.programs.causes.wrong_tensor import VAGUE, Cause
+from verify.programs.causes.wrong_tensor import VAGUE, Cause, WrongTensor
 from verify.results.tolerance import FAMILY_SHARE, difference, largest, largest_finite
 from verify.results.verdict import Verdict
 
@@ -220,8 +221,24 @@ def _explain(run: ProgramRun, number: int, record: RankRecord, piece: RankPiece,
         return near(value.double(), piece.take(gradients).nan_to_num(0.0))
 
     right = wrong.expected
+    if apart := _unsummed_copies(wrong, near):
+        return apart
     elements = WrongGradient(run, number, record, piece, value, lambda made: near(made, right))
     return cause_by_micro_batches(run.micro_means, number, agrees) or elements.cause() or found
+
+
+def _unsummed_copies(wrong: WrongTensor, near: Callable[[Tensor, Tensor], bool]) -> Cause | None:
+    """Return the cause where the ranks that hold these elements make up the right one, and are the ranks of no axis."""
+    values, ranks = list(wrong.pieces.values()), [rank for rank, _ in wrong.pieces]
+    if len(values) < 2 or all(near(value, values[0]) for value in values):
+        return None
+    total = torch.stack(values).sum(0)
+    ways = (("add up", "an all_reduce", total), ("average", "an averaging all_reduce", total / len(values)))
+    for how, missing, made in ways:
+        if near(made, wrong.expected):
+            who = f"the gradients of ranks {few(list(map(str, ranks)), 8)}, which hold the same elements,"
+            return Cause("missing_reduction", f"{who} {how} to the model's: {missing} over these ranks is missing")
+    return None
 
 
 _NOT_CLIPPED = Cause(

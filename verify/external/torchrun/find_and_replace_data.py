@@ -139,8 +139,9 @@ class ScriptMode(TorchFunctionMode):
         if func in _ENTROPIES:
             self.ignored[named.get("ignore_index", given[4] if len(given) > 4 else -100)] = None
         made = func(*given, **named)
-        self._follow_gradients(func, given, named, made)
-        self._follow(func, given, named, made, sys._getframe(1).f_code.co_filename)
+        caller = sys._getframe(1).f_code.co_filename
+        self._follow_gradients(func, given, named, made, caller)
+        self._follow(func, given, named, made, caller)
         return self._draw(made) if func in _DRAWS and self._outside() and is_data(made) else made
 
     def forget_gradients(self) -> None:
@@ -148,10 +149,10 @@ class ScriptMode(TorchFunctionMode):
         self._gradients.clear()
 
     def _follow_gradients(
-        self, func: Callable[..., Any], given: Sequence[Any], named: Mapping[str, Any], made: Any
+        self, func: Callable[..., Any], given: Sequence[Any], named: Mapping[str, Any], made: Any, caller: str
     ) -> None:
-        """Note what the script makes of gradients that it reads, and whether it measures them."""
-        if not self._own():
+        """Note what the script makes of gradients that it reads, in its hooks too, and whether it measures them."""
+        if not self._own() and caller.startswith(_OTHERS):
             return
         if getattr(func, "__self__", None) is Tensor.grad:
             self._gradients |= {_storage(made)} if isinstance(made, Tensor) else set()

@@ -19,7 +19,7 @@ from verify.external.torchrun.find_ranks_with_same_rows import counts_for_each_r
 from verify.external.torchrun.match_one_rank import STARTS, Layout, NoParts, material_of, parts_of, unequal_starts
 from verify.external.torchrun.records import ScriptRecord
 from verify.external.torchrun.reference_processes import Failed, first_line
-from verify.external.torchrun.rerun_with_larger_gradients import with_larger_gradients
+from verify.external.torchrun.rerun_with_larger_gradients import with_larger_gradients, without_limits
 from verify.external.torchrun.rerun_with_unequal_labels import with_unequal_labels
 from verify.external.torchrun.run_ranks_and_reference import ScriptRunner
 from verify.external.torchrun.run_watched_script import check_words
@@ -126,6 +126,7 @@ def _verify(runner: ScriptRunner, name: str, double: bool, progress: Progress) -
             return *_outcome(other.judged), (*notes, *_said(other.judged, other.layout, other.records)), used
     judged = with_larger_gradients(runner, name, judged, records, layout, double)
     judged = with_unequal_labels(runner, name, judged, records, layout, double)
+    judged = without_limits(runner, name, judged, layout, double)
     notes += _said(judged, layout, records)
     return *_outcome(judged), tuple(notes), used
 

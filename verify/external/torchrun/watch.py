@@ -27,7 +27,7 @@ from verify.external.observe_rank_run import changed, local_gradient, note_on_ho
 from verify.external.torchrun.cuda_on_cpu import left_as_filled, replaced
 from verify.external.torchrun.feed_data_of_all_ranks import RanksFeed
 from verify.external.torchrun.find_and_replace_data import ScriptMode, exchanged, settings_of, thinned, varied
-from verify.external.torchrun.records import ScriptRecord, SeenStep, Start, Stopped, Tensors
+from verify.external.torchrun.records import ScriptRecord, SeenStep, Start, Stopped, Tensors, Unmatched
 from verify.external.torchrun.script_state import ScriptState
 from verify.external.torchrun.watch_clipping import ClippingWatch, scalar
 
@@ -262,13 +262,18 @@ class ScriptWatch:
         """Run a backward pass. On one rank, note what it adds to each gradient, then average over the data parts."""
         outside = self._state.watch_outside()
         before = {} if self._feed is None else self._state.gradients()
+        steps = len(self._steps)
         with self._entered():
             yield
         new = outside()
         if self._feed is None:
             return
         self._feed.started({one.names[0]: one.tensor for one in new})
-        self._share(self._feed, self._state.parameters(), before)
+        parameters = self._state.parameters()
+        gone = steps == len(self._steps) and all(parameter.grad is None for parameter in parameters.values())
+        if gone and self._feed.add_up is not None:
+            raise Unmatched("the backward pass leaves no gradient in `.grad`, where the data parts' are averaged")
+        self._share(self._feed, parameters, before)
 
     def _share(self, feed: RanksFeed, parameters: Mapping[str, Tensor], before: Mapping[str, Tensor | None]) -> None:
         """Note what was added to the gradients from `before`, and average over the data parts."""

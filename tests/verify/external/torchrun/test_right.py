@@ -59,6 +59,7 @@ TURNS, PART = "in turn", "on each data part by itself"
         pytest.param("accumulate.py --batch-norm --unsent", 3, PART, marks=pytest.mark.long),
         ("accumulate.py --batch-norm --sync", 3, WHOLE),
         ("kept_state.py", 2, OWN),
+        ("main_grad.py", 2, WHOLE),
         pytest.param("accumulate.py --accumulate 3", 4, WHOLE, marks=pytest.mark.long),
         ("loops.py counts", 3, WHOLE),
         pytest.param("loops.py counts --tensor", 3, WHOLE, marks=pytest.mark.long),

@@ -80,6 +80,21 @@ def test_clipping_by_hand_is_tried_beyond_its_limit(command: str) -> None:
     assert all("16384 times as large" in finding.message for finding in report.findings)
 
 
+@pytest.mark.parametrize(
+    ("broken", "tensors", "cause"),
+    [
+        ("late", "2.bias", "an averaging all_reduce over data is missing"),
+        pytest.param("norm", "0.weight", "where no limit is reached, gradients agree", marks=pytest.mark.long),
+        pytest.param("twice", "0.weight", "it is 1/2 of the model's", marks=pytest.mark.long),
+    ],
+)
+def test_the_cause_is_found_beside_what_limits_gradients(broken: str, tensors: str, cause: str) -> None:
+    report = verified(f"main_grad.py --broken {broken}", 2)
+    assert report.verdict is Verdict.REFUTED, told(report)
+    finding = report.findings[0]
+    assert tensors in str(finding) and cause in str(finding.cause), told(report)
+
+
 @pytest.mark.long
 def test_a_norm_of_a_shard_that_clips_nothing_is_named(tmp_path: Path) -> None:
     """The mean over the data parts is what is not clipped: that it is the mean is no fault."""
