@@ -31,6 +31,10 @@ from verify.external.torchrun.records import ScriptRecord, SeenStep, Start, Stop
 from verify.external.torchrun.script_state import ScriptState
 from verify.external.torchrun.watch_clipping import ClippingWatch, scalar
 
+_ADDED = (
+    "a schedule adds up the gradients of its micro-batches (`scale_grads=False`), on one rank too: that they are those "
+    "of the sum of their losses, and not of the mean, is taken to be meant"
+)
 _DRAWN = 1_000_000  # elements; larger draws are data sets, of which batches come in
 
 
@@ -196,6 +200,8 @@ class ScriptWatch:
             losses = [] if losses is None else losses
             before = len(losses)
             self._scheduled, loss_of = True, this._loss_fn
+            if not getattr(this, "scale_grads", True):
+                self.tell(_ADDED)
             if self._louder != 1 and loss_of is not None:
                 this._loss_fn = lambda *given: loss_of(*given) * self._louder
             try:

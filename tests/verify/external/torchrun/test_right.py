@@ -59,7 +59,7 @@ TURNS, PART = "in turn", "on each data part by itself"
         pytest.param("accumulate.py --batch-norm --unsent", 3, PART, marks=pytest.mark.long),
         ("accumulate.py --batch-norm --sync", 3, WHOLE),
         ("kept_state.py", 2, OWN),
-        ("main_grad.py", 2, WHOLE),
+        pytest.param("main_grad.py", 2, WHOLE, marks=pytest.mark.long),
         pytest.param("accumulate.py --accumulate 3", 4, WHOLE, marks=pytest.mark.long),
         ("loops.py counts", 3, WHOLE),
         pytest.param("loops.py counts --tensor", 3, WHOLE, marks=pytest.mark.long),
@@ -97,6 +97,13 @@ def test_a_mean_over_data_parts_is_not_the_script_on_whole_batches() -> None:
     (finding,) = report.findings
     assert finding.code == "not_compared" and "with the mean over the data parts" in finding.message
     assert "--reference parts" in str(finding.help)
+
+
+@pytest.mark.long
+def test_gradients_of_micro_batches_that_are_added_up_are_told() -> None:
+    report = verified("pipeline.py --layers 4 --added", 2)
+    assert report.verdict is Verdict.TESTED_EXACT, told(report)
+    assert any("(`scale_grads=False`), on one rank too" in note for note in report.notes), told(report)
 
 
 @pytest.mark.long

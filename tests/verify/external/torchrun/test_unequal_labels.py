@@ -52,9 +52,10 @@ def test_what_other_numbers_of_labels_do_not_show_is_told() -> None:
     assert any(note.startswith(_NOTE) for note in report.notes), told(report)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("divisor", "verdict"),
-    [("ranks", Verdict.TESTED_EXACT), pytest.param("own", Verdict.INCONCLUSIVE, marks=pytest.mark.long)],
+    [("ranks", Verdict.TESTED_EXACT), ("own", Verdict.INCONCLUSIVE)],
 )
 def test_rows_that_every_rank_pads_to_its_longest(divisor: str, verdict: Verdict) -> None:
     """One rank pads them to the longest of all."""
