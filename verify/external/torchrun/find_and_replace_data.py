@@ -151,11 +151,13 @@ class ScriptMode(TorchFunctionMode):
     def _follow_gradients(
         self, func: Callable[..., Any], given: Sequence[Any], named: Mapping[str, Any], made: Any, caller: str
     ) -> None:
-        """Note what the script makes of gradients that it reads, in its hooks too, and whether it measures them."""
-        if not self._own() and caller.startswith(_OTHERS):
-            return
+        """Note what the script makes of gradients that it reads, in its hooks too, and whether it measures them, by
+        functions of torch as well."""
+        script = not caller.startswith(_OTHERS)
         if getattr(func, "__self__", None) is Tensor.grad:
-            self._gradients |= {_storage(made)} if isinstance(made, Tensor) else set()
+            self._gradients |= {_storage(made)} if script and isinstance(made, Tensor) else set()
+        elif caller.startswith(_OTHERS[1]) or not (script or self._own()):
+            return
         elif any(isinstance(value, Tensor) and self._of_gradients(value) for value in _values(given, named)):
             self.measured |= func.__name__ in _NORMS
             for one in made if isinstance(made, tuple | list) else (made,):

@@ -1,8 +1,8 @@
 """Pipelining in the style of its tutorial: each rank keeps the layers of its stage, and a schedule runs micro-batches.
 
 --broken: "scale" does not divide the gradients by the number of micro-batches, "layer" leaves one layer out, "clip"
-clips each stage by its own norm (--clip: all of them by theirs, to a limit that no gradient reaches). --added: gradients
-of micro-batches are added up, on any number of ranks.
+clips each stage by its own norm (--clip: all of them by theirs, to a limit that no gradient reaches). --added:
+gradients of micro-batches are added up, on any number of ranks.
 """
 
 import argparse
