@@ -153,6 +153,7 @@ class ReferenceStep:
     norm        of the gradients, where they were clipped
     statistics  [addresses] of each data part, the buffers that it may have after the update: one or more; empty where
                 the parts are not run each by itself
+    loss_unit   of rounding of the losses, where they may be coarser than what the model computes in; 0 else
     """
 
     loss: Tensor
@@ -161,6 +162,7 @@ class ReferenceStep:
     parameters: Tensor
     norm: Tensor | None = None
     statistics: tuple[tuple[Tensor, ...], ...] = ()
+    loss_unit: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -212,12 +212,12 @@ def _ways_to_thin(values: Tensor, ignored: int, parts: int) -> Iterator[Tensor]:
     part to part, for a row may hold one value; and with one left in the first part, for shares may come out equal."""
     rows, several, first = values.clone(), values.clone(), values.clone()
     for number, row in enumerate(rows if values.dim() > 1 else ()):
-        _ignore_some(row, ignored, (number + 1) / len(values))
+        ignore_some(row, ignored, (number + 1) / len(values))
     yield rows
     for number, piece in enumerate(several.chunk(parts)):
-        _ignore_some(piece, ignored, (number + 1) / parts)
+        ignore_some(piece, ignored, (number + 1) / parts)
     yield several
-    _ignore_some(first.chunk(parts)[0], ignored, 0.0)
+    ignore_some(first.chunk(parts)[0], ignored, 0.0)
     yield first
 
 
@@ -226,7 +226,7 @@ def _equal(values: Tensor, ignored: int, splits: Sequence[int]) -> bool:
     return any(len({int((piece != ignored).sum()) for piece in values.chunk(parts)}) == 1 for parts in splits)
 
 
-def _ignore_some(values: Tensor, ignored: int, share: float) -> None:
+def ignore_some(values: Tensor, ignored: int, share: float) -> None:
     """Let a share of what counts stay, at least one of them, and ignore the others."""
     flat = values.flatten()
     counted = (flat != ignored).nonzero().flatten()

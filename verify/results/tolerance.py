@@ -32,11 +32,14 @@ class Tolerance:
     noise  relative difference that rounding makes, by tensor; in float64 measured where something exceeds the bound
     unit   of rounding of the dtype
     exact  in float64: within `bound` everything agrees, and nothing else does
+    unknown
+           why no noise could be measured; empty where it was, or need not be
     """
 
     noise: Mapping[Key, float] = field(default_factory=dict)
     unit: float = torch.finfo(torch.float64).eps
     exact: bool = True
+    unknown: str = ""
 
     @property
     def bound(self) -> float:
@@ -53,4 +56,6 @@ class Tolerance:
         noise = self.noise.get(key, 0.0)
         if relative <= self.bound or (not self.exact and relative <= min(AGREES * noise, LARGEST)):
             return self.level
+        if self.unknown:
+            return Verdict.INCONCLUSIVE if relative <= LARGEST else Verdict.REFUTED
         return Verdict.INCONCLUSIVE if relative <= UNDECIDED * noise else Verdict.REFUTED

@@ -61,6 +61,15 @@ def test_noise_explains_no_gradient_that_is_missing(relative: float, verdict: Ve
     assert Tolerance({key: 0.3}, torch.finfo(torch.bfloat16).eps, exact=False).judge(key, relative) is verdict
 
 
+@pytest.mark.parametrize(
+    ("relative", "verdict"),
+    [(1e-7, Verdict.TESTED_CALIBRATED), (0.1, Verdict.INCONCLUSIVE), (0.5, Verdict.REFUTED)],
+)
+def test_noise_that_is_not_known_refutes_what_is_gross_alone(relative: float, verdict: Verdict) -> None:
+    noise = Tolerance({}, torch.finfo(torch.float32).eps, exact=False, unknown="rank 0 raised ValueError")
+    assert noise.judge(("gradient", 0, "weight"), relative) is verdict
+
+
 def test_a_policy_is_its_authors_outside_of_float64() -> None:
     exact_throughout()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)

@@ -66,6 +66,28 @@ def test_the_cause_names_the_mechanism(pattern: str, new: str, code: str, cause:
     assert found.related[0][1].line > 0
 
 
+@pytest.mark.parametrize(
+    ("send", "receive", "proved"),
+    [
+        ("(5, 4, 7, 6)", "(1, 0, 3, 2)", True),  # over tp, whose ranks have the same
+        ("(5, 4, 6, 7)", "(1, 0, 2, 3)", True),
+        ("(6, 7, 4, 5)", "(2, 3, 0, 1)", False),  # over dp
+        ("(5, 4, 6, 7)", "(1, 0, 3, 2)", False),  # not from whom it is sent
+        ("(5, 5, 6, 7)", "(1, 1, 2, 3)", False),
+        ("(5, 4, 7, 6)", "(0, 1, 2, 3)", False),
+    ],
+)
+def test_peers_change_places_only_where_they_have_the_same(send: str, receive: str, proved: bool) -> None:
+    program = compiled("gpt", "dp=2,pp=2,tp=2", 2)
+    sources, times = dict(program.sources), 0
+    for line, peers in (("Send", send), ("Receive", receive)):
+        for file, text in sources.items():
+            sources[file], found = re.subn(rf"({line}\(.*peers=)\([\d, ]+\)", rf"\g<1>{peers}", text)
+            times += found
+    assert times > 1
+    assert check_program(sources, program.graph).proved is proved
+
+
 def test_a_tied_parameter_is_summed_over_its_stages() -> None:
     program = compiled("gpt", "dp=2,pp=2,tp=2", 2)
     text = re.sub(r", copies=\(\(.*?\)\)", "", program.sources["role_1.py"])

@@ -9,6 +9,7 @@ from math import inf, isnan
 import torch
 from torch import Tensor
 
+from nnscaler.errors import few
 from nnscaler.runtime.tensor_bits import as_real, same_values
 from nnscaler.runtime.tensor_difference import FAMILY_SHARE, FILL, difference, family_scale, largest
 from verify.external.comparison.comparison_records import ComparisonResult, Difference, ProgramRun
@@ -19,7 +20,7 @@ from verify.external.observe_rank_run import ObservedStep, RankRecord
 from verify.external.parameter_mapping import RankPiece, taken
 from verify.external.reference import PlainReference, data_part
 from verify.programs.causes.find_cause_of_wrong_tensor import cause_of
-from verify.programs.causes.wrong_tensor import VAGUE, Cause
+from verify.programs.causes.wrong_tensor import VAGUE, Cause, WrongTensor
 from verify.results.verdict import Verdict
 
 
@@ -196,7 +197,9 @@ def _explain(run: ProgramRun, number: int, record: RankRecord, piece: RankPiece,
         each = [piece.take(run.part_gradients(number, part)).nan_to_num(0.0) for part in range(parts)]
         mean = torch.stack(each).mean(0)
         if _judge(run, ("gradient", number), piece, difference(value.double(), mean).relative).passes:
-            return MEAN_OF_MEANS
+            before = None if run.unclipped is None else piece.take(run.unclipped(number)).nan_to_num(0.0)
+            clipped = before is not None and _judge(run, ("gradient", number), piece, difference(before, mean).relative)
+            return _NOT_CLIPPED if clipped and clipped.passes else MEAN_OF_MEANS
     values = {**_same_elements(run, piece, lambda step: step.gradients, number), record.rank: value}
     wrong = run.wrong_tensor("gradient", record.rank, values, piece.take(whole).nan_to_num(0.0))
     found = cause_of(
@@ -217,8 +220,31 @@ def _explain(run: ProgramRun, number: int, record: RankRecord, piece: RankPiece,
         return near(value.double(), piece.take(gradients).nan_to_num(0.0))
 
     right = wrong.expected
+    if apart := _unsummed_copies(wrong, near):
+        return apart
     elements = WrongGradient(run, number, record, piece, value, lambda made: near(made, right))
     return cause_by_micro_batches(run.micro_means, number, agrees) or elements.cause() or found
+
+
+def _unsummed_copies(wrong: WrongTensor, near: Callable[[Tensor, Tensor], bool]) -> Cause | None:
+    """Return the cause where the ranks that hold these elements make up the right one, and are the ranks of no axis."""
+    values, ranks = list(wrong.pieces.values()), [rank for rank, _ in wrong.pieces]
+    if len(values) < 2 or all(near(value, values[0]) for value in values):
+        return None
+    total = torch.stack(values).sum(0)
+    ways = (("add up", "an all_reduce", total), ("average", "an averaging all_reduce", total / len(values)))
+    for how, missing, made in ways:
+        if near(made, wrong.expected):
+            who = f"the gradients of ranks {few(list(map(str, ranks)), 8)}, which hold the same elements,"
+            return Cause("missing_reduction", f"{who} {how} to the model's: {missing} over these ranks is missing")
+    return None
+
+
+_NOT_CLIPPED = Cause(
+    "not_clipped",
+    "it is the gradient as it is before it is clipped: the norm that is taken here is not that of all gradients, or "
+    "the limit is another one",
+)
 
 
 def _same_elements(

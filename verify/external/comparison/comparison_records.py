@@ -27,6 +27,8 @@ class ProgramRun:
     tolerance       what agrees
     part_gradients  make the gradients of one data part by itself
     micro_means     make losses and gradients of the plain model over micro-batches; none where that cannot be run
+    unclipped       make the gradients of the whole batch as they are before they are clipped, where the reference has
+                    those after; None where it has these
     """
 
     program: ExternalProgram
@@ -35,6 +37,7 @@ class ProgramRun:
     tolerance: Tolerance
     part_gradients: PartGradients
     micro_means: MicroMeans = lambda step: iter(())
+    unclipped: Callable[[int], Tensor] | None = None
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:

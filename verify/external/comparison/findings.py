@@ -66,6 +66,8 @@ def _finding(run: ProgramRun, group: Sequence[Difference]) -> Finding:
     if len(names) > 1:
         example["tensors"] = ", ".join(names)
     help = _HELP.get(worst.code)
+    if code == "near_threshold" and run.tolerance.unknown:
+        help = run.tolerance.unknown
     return Finding(code, sentence, run.program.where, example, cause.text or None, help)
 
 

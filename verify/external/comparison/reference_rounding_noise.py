@@ -25,6 +25,8 @@ from verify.results.tolerance import Key, Tolerance
 
 DRAWS = 3  # runs with moved parameters
 PARTS = (2, 3, 4)  # in which a sum may be computed
+UNKNOWN = "how far rounding alone moves it is not known, for no run with other rounding ended well"
+HALF = 0.5  # of a unit is lost where a value is rounded, although no draw may show it: they may all round alike
 
 
 def rounded(model: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from nnscaler.errors import few
 from nnscaler.runtime.tensor_bits import distance_of_copies, same_bits
 from nnscaler.runtime.tensor_difference import FLOAT64_BOUND, difference, is_finite
 from verify.external.comparison.compare import compare
 from verify.external.comparison.comparison_records import ComparisonResult, Difference, PartGradients, ProgramRun
 from verify.external.comparison.findings import findings
-from verify.external.comparison.reference_rounding_noise import DRAWS, largest_distances
+from verify.external.comparison.reference_rounding_noise import DRAWS, HALF, UNKNOWN, largest_distances
 from verify.external.comparison.replicas_under_dropout import NAME as COPIES
 from verify.external.comparison.replicas_under_dropout import finding as of_dropout
 from verify.external.observe_rank_run import RankRecord
@@ -23,7 +22,7 @@ from verify.external.parameter_mapping import RankPiece
 from verify.external.ranks.run_result import RanksFailed
 from verify.external.reference import PlainReference, ReferenceStep
 from verify.external.torchrun.feed_data_of_all_ranks import Material, Way
-from verify.external.torchrun.find_comparison_gaps import idle_at_start, left_open
+from verify.external.torchrun.find_comparison_gaps import Tried, doubt_of, idle_at_start, left_open
 from verify.external.torchrun.match_one_rank import (
     Layout,
     own_gradients,
@@ -33,12 +32,12 @@ from verify.external.torchrun.match_one_rank import (
     unmatched,
 )
 from verify.external.torchrun.records import Clipped, ScriptRecord
-from verify.external.torchrun.reference_processes import Failed, NotMatched
+from verify.external.torchrun.reference_processes import Failed, NotMatched, first_line
 from verify.external.torchrun.run_ranks_and_reference import ScriptRunner
 from verify.programs.low_precision.noise import moved
 from verify.results.finding import Finding
 from verify.results.report import Check
-from verify.results.tolerance import AGREES, Tolerance
+from verify.results.tolerance import AGREES, Key, Tolerance
 from verify.results.verdict import Verdict
 
 _ROUNDING = 1e-3  # a relative difference in float64 that an ill-conditioned model may make
@@ -62,6 +61,8 @@ class Attempt:
     numbers  that it read from its data
     notes    of that run
     clipped  calls of torch's functions that clip gradients, in each of its steps
+    unclipped
+             makes the gradients before they were clipped
     """
 
     way: Way
@@ -71,6 +72,7 @@ class Attempt:
     compared: tuple[ComparisonResult, ...]
     notes: tuple[str, ...]
     clipped: tuple[tuple[Clipped, ...], ...] = ()
+    unclipped: PartGradients | None = None
 
     @property
     def agrees(self) -> bool:
@@ -140,15 +142,20 @@ def judge(
             checks, found = _with_dropout(runner, chosen.run, layout, double)
             judged = replace(judged, checks=judged.checks + checks, findings=judged.findings + found)
         return judged if runner.parts else _with_assumption(judged, made)
-    return _judged(chosen, tuple(reasons), _doubt(chosen, records, bool(firm), layout, reasons), unseen, ())
+    tried = Tried(chosen.way, chosen.numbers, bool(firm), tuple(reasons))
+    differences = [difference for result in chosen.compared for difference in result.differences]
+    return _judged(chosen, tuple(reasons), doubt_of(tried, differences, records, layout), unseen, ())
 
 
 def _ways(material: Material) -> Iterator[tuple[Way, Material]]:
-    """Yield the ways, first with the random numbers that the parts drew outside of models, then without them."""
+    """Yield the ways, first with the random numbers that the parts drew outside of models, then without them, and at
+    last with the scalars that one rank computes."""
     for way in WAYS:
         if material.draws and way in ("whole", "part"):
             yield way, material
         yield way, replace(material, draws=())
+        if way == "whole" and material.has_scalars:
+            yield way, replace(material, draws=(), scalars=False)
 
 
 def attempt_of(
@@ -171,15 +178,15 @@ def attempt_of(
             raise NotMatched(f"on one rank {what} is not finite, so that nothing can be compared")
     reference = reference_of(made, steps)
     ranks = rank_records(records, layout, reference, made)
-    strange = unmatched(ranks)
-    if strange:
-        raise NotMatched(f"{few(strange, 4)} on the ranks cannot be found in the parameters on one rank")
+    if strange := unmatched(ranks, records):
+        raise NotMatched(strange)
     tolerance = Tolerance() if double else Tolerance({}, torch.finfo(reference.dtype).eps, exact=False)
     reference = replace(reference, steps=_with_part_losses(reference, ranks, layout))
     own = own_gradients(made) if len(made) == layout.count else _no_gradients(reference)
     run = ProgramRun(program_of(name, layout), reference, ranks, tolerance, own)
     clipped = tuple(step.clipped for step in made[0].steps[:steps])
-    attempt = Attempt(way, material, made[0].numbers, run, compare(run), made[0].notes, clipped)
+    own = own_gradients(made)
+    attempt = Attempt(way, material, made[0].numbers, run, compare(run), made[0].notes, clipped, own)
     if not double and not attempt.agrees:
         run = replace(run, tolerance=_noise(runner, material, double, way, reference))
         attempt = replace(attempt, run=run, compared=compare(run))
@@ -197,8 +204,9 @@ def _with_part_losses(
     """Add the losses of the data parts, where the loss is a sum over rows: theirs must add up to that of the whole."""
     steps = []
     exact = reference.dtype == torch.float64
-    bound = FLOAT64_BOUND if exact else AGREES * layout.count * torch.finfo(reference.dtype).eps
+    eps = torch.finfo(reference.dtype).eps
     for number, step in enumerate(reference.steps):
+        bound = FLOAT64_BOUND if exact else AGREES * layout.count * max(eps, HALF * step.loss_unit)
         losses = [ranks[layout.parts.index(part)].steps[number].loss for part in range(layout.count)]
         known = [loss.double() for loss in losses if loss is not None]
         sums = len(known) == layout.count > 1 and not step.part_losses
@@ -212,18 +220,29 @@ def _noise(runner: ScriptRunner, material: Material, double: bool, way: Way, tru
     """Run the same reference from parameters that are moved by a unit in the last place, with its sums taken in another
     order: a norm by which a script clips is such a sum, and so is what a cast to bfloat16 rounds."""
     generator = torch.Generator().manual_seed(0)
+    floor: dict[Key, float] = {("loss", number, ""): HALF * step.loss_unit for number, step in enumerate(truth.steps)}
     runs: list[tuple[PlainReference, PlainReference]] = []
+    unknown: list[str] = []
     for draw in range(DRAWS):
         start = {
             name: moved(value, value.dtype, generator) if value.is_floating_point() else value
             for name, value in material.start.items()
         }
         for seed in (draw, None):  # a script may not run under what takes its sums in another order
-            with suppress(NotMatched, Failed):
+            try:
                 made = runner.fed(double, replace(material, start=start, reordered=seed), way)
                 runs.append((reference_of(made, len(truth.steps)), truth))
                 break
-    return Tolerance(largest_distances(runs), torch.finfo(truth.dtype).eps, double)
+            except (NotMatched, Failed) as problem:
+                unknown.append(first_line(str(problem)))
+    found = largest_distances(runs)
+    noise = {key: max(found.get(key, 0.0), floor.get(key, 0.0)) for key in {**floor, **found}}
+    why = "" if runs else f"{UNKNOWN}: {unknown[0]}"
+    return Tolerance(noise, torch.finfo(truth.dtype).eps, double, why)
+
+
+def _mean_of_parts(gradients: PartGradients, count: int, step: int) -> Tensor:
+    return torch.stack([gradients(step, part) for part in range(count)]).mean(0)
 
 
 def explained(runner: ScriptRunner, chosen: Attempt, made: Sequence[Attempt], double: bool) -> Attempt:
@@ -231,37 +250,15 @@ def explained(runner: ScriptRunner, chosen: Attempt, made: Sequence[Attempt], do
     run = chosen.run
     if double and all(d.relative < _ROUNDING for result in chosen.compared for d in result.differences):
         run = replace(run, tolerance=_noise(runner, chosen.material, double, chosen.way, run.reference))
+    if chosen.unclipped is not None:
+        count = len(chosen.material.parts) if chosen.way == "part" else 1
+        run = replace(run, unclipped=partial(_mean_of_parts, chosen.unclipped, count))
     parts = next((attempt.run for attempt in made if attempt.way == "part"), None)
     if parts is not None and parts.reference.space.names == run.reference.space.names:
         run = replace(run, part_gradients=parts.part_gradients)
     else:
         run = replace(run, part_gradients=_no_gradients(run.reference))
     return replace(chosen, run=run, compared=compare(run))
-
-
-_READ = "a count of labels, say, which can be followed where it stays a tensor, without `.item()`"
-
-
-def _doubt(
-    chosen: Attempt,
-    records: Sequence[ScriptRecord],
-    firm: bool,
-    layout: Layout,
-    reasons: Sequence[tuple[Way, str]],
-) -> str | None:
-    """Return why a difference decides nothing; None where it does."""
-    if any(record.drew for record in records):
-        return "the forward pass draws random numbers, which are others on one rank"
-    if not firm:
-        return "the script could not be run on one rank without more rows or micro-batches than it takes on a rank"
-    pairs = [(n, o) for n, o in zip(chosen.numbers, records[0].numbers, strict=False) if n != o]
-    if chosen.way == "part" and pairs:
-        return f"on one rank the script reads {pairs[0][0]:g} from its data, and {pairs[0][1]:g} on rank 0: {_READ}"
-    causes = [d.cause for result in chosen.compared for d in result.differences]
-    without_whole = {"own", "whole"} <= {way for way, _ in reasons}
-    if without_whole and causes and all(c.kind == "scaled" and abs(c.factor - layout.count) < 1e-3 for c in causes):
-        return "the gradient is the sum over the data parts: whether the loss is a sum over rows could not be tried"
-    return None
 
 
 def _judged(
@@ -307,7 +304,9 @@ def _with_assumption(judged: Judged, made: Sequence[Attempt]) -> Judged:
         shares = [one for one in differences if abs(_factor(one) * parts - 1.0) < _SHARE]
         differing = (shares or differences)[0]
         message += f"not with the script on one rank, given the rows of all: {differing.name or 'the loss'} differs"
-        if shares:
+        if whole.run.tolerance.unknown:
+            cause = whole.run.tolerance.unknown
+        elif shares:
             cause = (
                 f"it is 1/{parts} of that, as where a loss is a sum over rows, and gradients are averaged over parts"
             )

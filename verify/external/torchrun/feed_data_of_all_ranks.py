@@ -40,6 +40,9 @@ class Material:
     draws  random numbers that each data part drew outside of models; empty where all drew the same
     reordered
            a seed for another order of the sums (`Start`)
+    scalars
+           of the data are those of the ranks; if not, the script's own, which it may have computed of the rows that it
+           was given: by what a loss is divided, say
     """
 
     parts: tuple[Events, ...]
@@ -48,6 +51,12 @@ class Material:
     settings: tuple[tuple[Settings, ...], ...]
     draws: tuple[Tensors, ...] = ()
     reordered: int | None = None
+    scalars: bool = True
+
+    @property
+    def has_scalars(self) -> bool:
+        """Return whether there are any among the data."""
+        return any(not t.dim() for events in self.parts for kind in events.values() for event in kind for t in event)
 
 
 @dataclass(frozen=True)
@@ -91,7 +100,11 @@ class RanksFeed:
                 f"on one rank the script takes in other data ({kind}, number {number + 1}) than on the ranks"
             )
         if self.way in ("turns", "part"):
-            return self._replaced(kind, natural, here[part])
+            kept = natural or here[part]
+            pairs = zip(kept, here[part], strict=True)
+            return self._replaced(
+                kind, natural, tuple(new if old.dim() or self.material.scalars else old for old, new in pairs)
+            )
         columns = list(zip(*here, strict=True))
         if not natural:
             return tuple(self._joined(kind, column) for column in columns)
@@ -106,10 +119,16 @@ class RanksFeed:
                 self.divided.update([kind] if rows else [])
             return natural
         wanted = tuple(
-            own if _is_total(own, column) else self._joined(kind, column)
+            own if self._computed(own, column) else self._joined(kind, column)
             for own, column in zip(natural, columns, strict=True)
         )
         return self._replaced(kind, natural, wanted)
+
+    def _computed(self, own: Tensor, column: Sequence[Tensor]) -> bool:
+        """Return whether what the script has computed by itself, of the rows that it was given, is to be used."""
+        if not own.dim():
+            return _is_total(own, column) or not self.material.scalars
+        return _differ_in_padding(own, column)
 
     def drawn(self, number: int, natural: Tensor) -> Tensor:
         """Return the numbers that this data part drew, or those of all parts together: rows, noise, masks."""
@@ -144,9 +163,12 @@ class RanksFeed:
         if first.dim() == 0:
             self.tell("numbers of the data parts (counts of rows or labels) were added up")
             return torch.stack(list(column)).sum().to(first.dtype)
-        if first.dim() == 0 or any(other.shape[1:] != first.shape[1:] for other in column):
+        longest = _longest(column)
+        if longest is None:
             raise Unmatched(f"the ranks' data ({kind}) of shape {list(first.shape)} cannot be put together")
-        return torch.cat(list(column))
+        if any(other.shape[1:] != first.shape[1:] for other in column):
+            self.tell("rows of the data parts were padded to one length, to be put together")
+        return torch.cat([_padded(other, longest, _filled_up_with(column)) for other in column])
 
     @cached_property
     def _rows(self) -> set[int]:
@@ -240,14 +262,65 @@ def _is_own(own: Tensor, column: Sequence[Tensor]) -> bool:
     """Return whether the script's own tensor is that of every part, or has the elements of all of them."""
     if all(close(own, other) for other in column):
         return True
-    return _is_total(own, column) or _same_elements(own, torch.cat([other.reshape(-1) for other in column]))
+    if _is_total(own, column) or _same_elements(own, torch.cat([other.reshape(-1) for other in column])):
+        return True
+    return _differ_in_padding(own, column)
+
+
+# Rows of several lengths: a script pads the rows of a batch to the longest of them, which is another one on each rank.
+
+
+def _differ_in_padding(own: Tensor, column: Sequence[Tensor]) -> bool:
+    """Return whether a tensor has the elements of all parts, and more of one value: 0 among numbers with fractions. Its
+    rows have several lengths, or were of several lengths when they were flattened."""
+    if (
+        any(other.dim() != own.dim() or other.dtype != own.dtype for other in column)
+        or own.is_complex()
+        or not own.dim()
+    ):
+        return False
+    joined = torch.cat([other.reshape(-1) for other in column])
+    values, places = torch.unique(torch.cat([own.reshape(-1), joined]), return_inverse=True)
+    more = places[: own.numel()].bincount(minlength=len(values)) - places[own.numel() :].bincount(minlength=len(values))
+    differing = more.nonzero().flatten()
+    padded = len(differing) == 1 and int(more.sum()) > 0
+    return padded and (not own.is_floating_point() or float(values[differing]) == 0)
+
+
+def _longest(column: Sequence[Tensor]) -> int | None:
+    """Return the length of dim 1 to which all can be padded, 0 for tensors of one dim; None where other dims differ."""
+    if any(not other.dim() or other.shape[2:] != column[0].shape[2:] for other in column):
+        return None
+    if len({other.dim() for other in column}) > 1:
+        return None
+    return max(other.shape[1] if other.dim() > 1 else 0 for other in column)
+
+
+def _padded(tensor: Tensor, length: int, filled: float) -> Tensor:
+    """Return the rows at one length."""
+    more = length - tensor.shape[1] if tensor.dim() > 1 else 0
+    if more == 0:
+        return tensor
+    return torch.cat([tensor, tensor.new_full((len(tensor), more, *tensor.shape[2:]), filled)], 1)
+
+
+def _filled_up_with(column: Sequence[Tensor]) -> float:
+    """Return the value with which rows seem to be padded: 0 in a mask of 0 and 1, else the one at the ends of rows that
+    stands there most often, one after the other."""
+    if column[0].dim() < 2 or all(bool(((t == 0) | (t == 1)).all()) for t in column):
+        return 0
+    ends: dict[float, int] = {}
+    for row in (row.reshape(-1) for tensor in column for row in tensor if row.numel()):
+        same = (row.flip(0) == row[-1]).long().cumprod(0).sum()
+        ends[row[-1].item()] = ends.get(row[-1].item(), 0) + int(same) - 1
+    return max(ends, key=lambda value: ends[value], default=0)
 
 
 def _is_total(own: Tensor, column: Sequence[Tensor]) -> bool:
     """Return whether it is a count, and that of all parts together."""
     if own.dim() or any(other.dim() for other in column) or len(column) == 1:
         return False
-    different = any(not close(column[0], other) for other in column[1:])
+    different = any(not close(own, other) for other in column)  # else each part has that of the whole
     return different and close(own.double(), torch.stack([other.double() for other in column]).sum())
 
 

@@ -18,6 +18,7 @@ from nnscaler.tracing.float64_run import without_drop
 from verify.external.parameter_mapping import local_value
 from verify.external.torchrun.cuda_on_cpu import Tell, without_gpu
 from verify.external.torchrun.records import Settings, Tensors
+from verify.external.unequal_label_counts import ignore_some
 
 Take = Callable[[str, Tensors], Tensors]  # kind of event, and what came in -> what is to be used
 _READS: frozenset[Any] = frozenset((Tensor.item, Tensor.__int__, Tensor.__float__, Tensor.tolist))
@@ -29,6 +30,7 @@ _NORMS = frozenset(
 )  # fmt: skip
 _OTHERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))  # code that is no script's
 # of numbers; torch.randperm draws an order in which data are taken, and is no row of them
+_ENTROPIES = (nn.functional.cross_entropy, nn.functional.nll_loss)
 _DRAWS: frozenset[Any] = frozenset(
     (torch.rand, torch.randn, torch.rand_like, torch.randn_like, torch.randint, torch.randint_like, torch.normal,
      torch.bernoulli)
@@ -94,6 +96,7 @@ class ScriptMode(TorchFunctionMode):
     dropped  a function was kept from dropping something
     numbers  of Python that the script reads from data that no model had a part in, such as counts of labels, in order
     measured the script takes a norm of gradients in code of its own, or limits them
+    ignored  each `ignore_index` of a cross entropy
     """
 
     def __init__(
@@ -109,6 +112,7 @@ class ScriptMode(TorchFunctionMode):
         self.dropped = False
         self.numbers: list[float] = []
         self.measured = False
+        self.ignored: dict[int, None] = {}
         self._gradients: set[int] = set()  # where those lie that the script reads
         self._own = own  # code of the script, gradients on or off
         self._draw = draw
@@ -132,9 +136,12 @@ class ScriptMode(TorchFunctionMode):
             self.dropped = True
         if self._outside() and func.__name__ not in ("__get__", "__set__") and _meets_data(given, named):
             given, named = exchanged([given, named], "target", self._take)
+        if func in _ENTROPIES:
+            self.ignored[named.get("ignore_index", given[4] if len(given) > 4 else -100)] = None
         made = func(*given, **named)
-        self._follow_gradients(func, given, named, made)
-        self._follow(func, given, named, made, sys._getframe(1).f_code.co_filename)
+        caller = sys._getframe(1).f_code.co_filename
+        self._follow_gradients(func, given, named, made, caller)
+        self._follow(func, given, named, made, caller)
         return self._draw(made) if func in _DRAWS and self._outside() and is_data(made) else made
 
     def forget_gradients(self) -> None:
@@ -142,13 +149,15 @@ class ScriptMode(TorchFunctionMode):
         self._gradients.clear()
 
     def _follow_gradients(
-        self, func: Callable[..., Any], given: Sequence[Any], named: Mapping[str, Any], made: Any
+        self, func: Callable[..., Any], given: Sequence[Any], named: Mapping[str, Any], made: Any, caller: str
     ) -> None:
-        """Note what the script makes of gradients that it reads, and whether it measures them."""
-        if not self._own():
-            return
+        """Note what the script makes of gradients that it reads, in its hooks too, and whether it measures them, by
+        functions of torch as well."""
+        script = not caller.startswith(_OTHERS)
         if getattr(func, "__self__", None) is Tensor.grad:
-            self._gradients |= {_storage(made)} if isinstance(made, Tensor) else set()
+            self._gradients |= {_storage(made)} if script and isinstance(made, Tensor) else set()
+        elif caller.startswith(_OTHERS[1]) or not (script or self._own()):
+            return
         elif any(isinstance(value, Tensor) and self._of_gradients(value) for value in _values(given, named)):
             self.measured |= func.__name__ in _NORMS
             for one in made if isinstance(made, tuple | list) else (made,):
@@ -210,6 +219,24 @@ def varied(tensor: Tensor, part: int, number: int) -> Tensor:
     places = torch.randperm(tensor.numel(), generator=generator)
     moved = tensor.reshape(-1)[places].view(tensor.shape)
     return moved * (1 + part / 8) if tensor.is_floating_point() else moved
+
+
+def ignored_in(tensor: Tensor, constants: Sequence[int]) -> tuple[int, ...]:
+    """Return the values of labels that a loss may ignore: of `constants`, and the one that is negative."""
+    if tensor.dim() == 0 or tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        return ()
+    negative = tensor[tensor < 0].unique().tolist()
+    values = dict.fromkeys([*constants, *(negative if len(negative) == 1 else [])])
+    return tuple(value for value in values if value in tensor)
+
+
+def thinned(tensor: Tensor, share: float, constants: Sequence[int]) -> Tensor:
+    """Return labels of which a share of those that count still counts; other tensors as they are."""
+    made = tensor
+    for value in ignored_in(tensor, constants) if share < 1 else ():
+        made = made.clone()
+        ignore_some(made, value, share)
+    return made
 
 
 def settings_of(group: Mapping[str, Any]) -> Settings:

@@ -1,25 +1,86 @@
-"""Find what a comparison of a script with one rank does not show, although all that was compared agrees."""
+"""Find what a comparison of a script with one rank does not show: what was not compared, although all that was agrees,
+and differences that decide nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from nnscaler.errors import few
-from verify.external.comparison.comparison_records import ProgramRun
+from verify.external.comparison.comparison_records import Difference, ProgramRun
 from verify.external.reference import PlainReference
 from verify.external.torchrun.feed_data_of_all_ranks import MIXED, Material, Way
-from verify.external.torchrun.match_one_rank import reference_of
+from verify.external.torchrun.match_one_rank import Layout, reference_of
+from verify.external.torchrun.records import ScriptRecord
 from verify.external.torchrun.reference_processes import Failed, NotMatched
 from verify.external.torchrun.run_ranks_and_reference import ScriptRunner
 from verify.external.torchrun.script_state import is_outside
+from verify.programs.causes.wrong_tensor import VAGUE
 from verify.results.finding import Finding
 from verify.results.report import Check
 from verify.results.verdict import Verdict
 
 _MOVED = 0.02  # how far parameters are moved, at random
+_READ = "a count of labels, say, which can be followed where it stays a tensor, without `.item()`"
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A comparison in which something differs.
+
+    way      how the script on one rank was fed
+    numbers  that it read from its data
+    firm     there is one in which a difference refutes
+    reasons  why others could not be made
+    """
+
+    way: Way
+    numbers: tuple[float, ...]
+    firm: bool
+    reasons: tuple[tuple[Way, str], ...]
+
+
+def doubt_of(
+    tried: Tried, differences: Sequence[Difference], records: Sequence[ScriptRecord], layout: Layout
+) -> str | None:
+    """Return why these differences decide nothing; None where they do."""
+    if any(record.drew for record in records):
+        return "the forward pass draws random numbers, which are others on one rank"
+    if not tried.firm:
+        return "the script could not be run on one rank without more rows or micro-batches than it takes on a rank"
+    pairs = [(n, o) for n, o in zip(tried.numbers, records[0].numbers, strict=False) if n != o]
+    if tried.way == "part" and pairs:
+        return f"on one rank the script reads {pairs[0][0]:g} from its data, and {pairs[0][1]:g} on rank 0: {_READ}"
+    if not {"own", "whole"} <= {way for way, _ in tried.reasons}:
+        return None
+    gradients = [d.cause for d in differences if d.code.startswith("gradient_differs")]
+    causes = gradients or [d.cause for d in differences]
+    if causes and all(c.kind == "scaled" and abs(c.factor - layout.count) < _SAME for c in causes):
+        return "the gradient is the sum over the data parts: whether the loss is a sum over rows could not be tried"
+    vague = any(c.kind in VAGUE or (c.kind == "scaled" and abs(c.factor * layout.count - 1) > _SAME) for c in causes)
+    if tried.way == "part" and vague and _of_several_sizes(records, layout):
+        reason = dict(tried.reasons)["whole"]
+        return (
+            "the data parts have other numbers of rows or labels, so that a loss over all of them is not the mean over "
+            f"the parts, and the script could not be run on one rank with the rows of all: {reason}"
+        )
+    return None
+
+
+_SAME = 1e-3  # how far a factor may be from a number of data parts, for rounding
+
+
+def _of_several_sizes(records: Sequence[ScriptRecord], layout: Layout) -> bool:
+    """Return whether data parts took in tensors of other shapes, or other numbers of negative ones: labels that a loss
+    ignores."""
+    held = [records[layout.parts.index(part)].events for part in range(layout.count)]
+    sizes = [
+        [(t.shape, int((t < 0).sum()) if t.dtype == torch.int64 else 0) for k in sorted(own) for e in own[k] for t in e]
+        for own in held
+    ]
+    return any(own != sizes[0] for own in sizes)
 
 
 def left_open(

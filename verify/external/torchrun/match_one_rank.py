@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nnscaler.errors import few
 from nnscaler.runtime.tensor_bits import same_values
 from verify.external.observe_rank_run import ObservedStep, RankRecord
 from verify.external.parameter_mapping import Addresses, Lookup, RankPiece, StateMap
@@ -16,6 +17,8 @@ from verify.external.reference import PlainReference, ReferenceStep
 from verify.external.torchrun.feed_data_of_all_ranks import Material
 from verify.external.torchrun.find_and_replace_data import close
 from verify.external.torchrun.records import Events, HeldInScript, ScriptRecord
+
+STARTS = "ranks start from different values of "  # at the beginning of a reason
 
 
 class NoParts(Exception):
@@ -190,7 +193,8 @@ def reference_of(records: Sequence[ScriptRecord], steps: int) -> PlainReference:
         states = [space.flat(s.state) for s in seen]
         statistics = tuple((state,) for state in states) if len(states) > 1 else ()
         gradients, norm = space.flat(seen[0].gradients), seen[0].norm
-        rows.append(ReferenceStep(mean, parts, gradients, states[0], norm, statistics))
+        unit = max(s.loss_unit for s in seen)
+        rows.append(ReferenceStep(mean, parts, gradients, states[0], norm, statistics, unit))
     return PlainReference(space, dict(first.start), tuple(rows), 0.0, first.dtype, None)
 
 
@@ -260,10 +264,16 @@ def rank_records(
     return tuple(found)
 
 
-def unmatched(records: Sequence[RankRecord]) -> tuple[str, ...]:
-    """Return the parameters of ranks that are no part of one of the run on one rank, as far as they are trained."""
-    pieces = [piece for record in records for piece in record.pieces]
-    return tuple(dict.fromkeys(p.local for p in pieces if p.addresses is None and p.trained and 0 not in p.shape))
+def unmatched(ranks: Sequence[RankRecord], records: Sequence[ScriptRecord]) -> str:
+    """Name the trained parameters of ranks that are no part of one of the run on one rank, and say which of them are
+    others on every rank; return an empty text where there are none."""
+    pieces = [piece for rank in ranks for piece in rank.pieces]
+    strange = dict.fromkeys(p.local for p in pieces if p.addresses is None and p.trained and 0 not in p.shape)
+    unequal = [name for name in unequal_starts(records) if name in strange]
+    start = f"{STARTS}{few(unequal, 4)}, and " if unequal else ""
+    return (
+        f"{start}{few(tuple(strange), 4)} on the ranks cannot be found in the parameters on one rank" if strange else ""
+    )
 
 
 def _piece(held: HeldInScript, start: Tensor, cuts: _Cuts, unequal: bool) -> RankPiece:

@@ -32,6 +32,8 @@ class Start:
     louder  factor of every gradient
     reordered
             a seed: sums in narrow dtypes are taken in parts, and in an order that it draws
+    kept    the share of labels that count which still do; below 1, others become the one that is ignored
+    ignored values of labels that a loss may ignore, beside a negative one
     """
 
     words: tuple[str, ...]
@@ -45,6 +47,8 @@ class Start:
     dropout: bool = False
     louder: float = 1.0
     reordered: int | None = None
+    kept: float = 1.0
+    ignored: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,7 @@ class SeenStep:
     late       gradients after the step, as far as it made them others
     unread     parameters whose gradient no optimizer of this rank reads
     clipped    calls of torch's functions that clip gradients, before the step
+    loss_unit  of rounding of the losses: the largest of their dtypes
     """
 
     losses: Tensors
@@ -111,6 +116,7 @@ class SeenStep:
     late: Mapping[str, Tensor] = field(default_factory=dict)
     unread: frozenset[str] = frozenset()
     clipped: tuple[Clipped, ...] = ()
+    loss_unit: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -132,6 +138,7 @@ class ScriptRecord:
     draws    random numbers that it drew for itself, outside of its models
     numbers  of Python that it read from its data, outside of its models
     measured it took norms of gradients by itself, outside of optimizers and of torch's clipping
+    ignored  each `ignore_index` of its cross entropies
     """
 
     rank: int
@@ -149,6 +156,7 @@ class ScriptRecord:
     draws: Tensors = ()
     numbers: tuple[float, ...] = ()
     measured: bool = False
+    ignored: tuple[int, ...] = ()
 
 
 class Stopped(BaseException):

@@ -1,14 +1,20 @@
-"""Try what a script does to gradients by their size where they are too small to show it.
+"""Try what a script does to gradients by their size: larger ones where they are too small to show it, and smaller ones
+where it hides what else differs.
 
 A limit that no gradient reaches hides two mistakes: the norm of the wrong elements, of a shard or before a reduction,
-and another limit on every number of ranks. Norms that torch's functions take, and limits that they are given, are
-compared by themselves: where limits differ, larger gradients show what they do. So they do where a script takes norms
-in code of its own, which is seen in the gradients that it scales.
+and another limit on every number of ranks. One that all gradients exceed hides a factor of all of them. Norms that
+torch's functions take, and limits that they are given, are compared by themselves: where limits differ, larger
+gradients show what they do. So they do where a script takes norms in code of its own, which is seen in the gradients
+that it scales.
+
+What scales all gradients by their norm mixes up what differs: one that is not reduced makes each of them another
+number, of which no cause can be told. Gradients that no limit reaches have their causes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import ceil, inf, isclose, isfinite, log2
 
@@ -20,13 +26,18 @@ from verify.external.torchrun.match_one_rank import Layout, NoParts, material_of
 from verify.external.torchrun.records import Clipped, ScriptRecord
 from verify.external.torchrun.reference_processes import Failed, NotMatched, first_line
 from verify.external.torchrun.run_ranks_and_reference import ScriptRunner
+from verify.programs.causes.wrong_tensor import VAGUE
 from verify.results.finding import Finding
 from verify.results.report import Check
 from verify.results.verdict import Verdict
 
-NAME = "gradients beyond a limit"
+BEYOND, WITHIN = "gradients beyond a limit", "gradients within a limit"
 _LOUDER = 14  # bits: a power of 2 is exact in every dtype
 _LOUDEST = 60
+_QUIETER = 24
+_MIXED = frozenset((*VAGUE, "scaled"))  # kinds of cause that a limit may make of others
+_UNLIMITED = "with gradients that no limit reaches"
+_LIMIT = "what limits it differs, a norm of other elements or another limit: where no limit is reached, gradients agree"
 _SAME = 1e-3  # a relative difference of limits that are computed of gradients, by rounding
 _BY_ITSELF = "the script takes their norm by itself"
 _BY_HAND = "clip by `torch.nn.utils.clip_grad_norm_`, or by `clip_grads_with_norm_`, whose norms are compared"
@@ -42,8 +53,8 @@ def with_larger_gradients(
     double: bool,
     vary: Sequence[int] | None = None,
 ) -> Judged:
-    """Compare the first steps once more with larger gradients where all agrees, and the script measures gradients or
-    clips by other limits than on one rank.
+    """Compare the first steps once more with larger gradients where all agrees, and the script clips by other limits
+    than on one rank; with larger and with smaller ones where it measures gradients by itself.
 
     vary  as in the run that is judged: the data are others on ranks of other numbers
     """
@@ -53,30 +64,100 @@ def with_larger_gradients(
     limits = _first_unequal(records, agreed)
     if limits is None and not any(record.measured for record in records):
         return judged
-    why = _BY_ITSELF if limits is None else limits.text
-    louder = 2.0 ** (_LOUDER if limits is None else limits.bits)
-    words = f"with gradients {louder:.0f} times as large, for {why}"
-    loud = replace(runner, steps=1 if limits is None else limits.step + 1, louder=louder)
+    if limits is not None:
+        words = f"with gradients {2.0**limits.bits:.0f} times as large, for {limits.text}"
+        size = _Size(BEYOND, limits.bits, limits.step + 1, words, limits.text, _ONE_LIMIT)
+        return _compared_at(size, runner, name, judged, layout, double, vary)
+    for check, bits, words in ((BEYOND, _LOUDER, f"{2**_LOUDER} times as large"), (WITHIN, -_QUIETER, "so small")):
+        if judged.passes:
+            size = _Size(check, bits, 1, f"with gradients {words}, for {_BY_ITSELF}", _BY_ITSELF, _BY_HAND)
+            judged = _compared_at(size, runner, name, judged, layout, double, vary)
+    return judged
+
+
+@dataclass(frozen=True)
+class _Size:
+    """Gradients of another size.
+
+    check  that is made of them
+    bits   of the factor
+    steps  that are run
+    words  that say so
+    why    it is tried
+    help   where nothing can be compared
+    """
+
+    check: str
+    bits: int
+    steps: int
+    words: str
+    why: str
+    help: str
+
+
+def _compared_at(
+    size: _Size,
+    runner: ScriptRunner,
+    name: str,
+    judged: Judged,
+    layout: Layout,
+    double: bool,
+    vary: Sequence[int] | None,
+) -> Judged:
+    """Compare gradients of another size, too."""
+    agreed = judged.attempt
+    assert agreed is not None
+    other = replace(runner, steps=size.steps, louder=2.0**size.bits)
     try:
-        made = loud.on_ranks(double, vary)
+        made = other.on_ranks(double, vary)
         if not all(record.steps for record in made) or parts_of(made) != layout.parts:
             raise NotMatched("the ranks make no step, or take in other data")
         material = material_of(made, layout.parts)
         material = material if agreed.material.draws else replace(material, draws=())
-        attempt = attempt_of(loud, name, made, layout, material, double, agreed.way)
+        material = replace(material, scalars=agreed.material.scalars)
+        attempt = attempt_of(other, name, made, layout, material, double, agreed.way)
     except (RanksFailed, NoParts, NotMatched, Failed) as problem:
-        check = Check(NAME, Verdict.INCONCLUSIVE, 0, detail=why)
-        message = f"{words}, nothing was compared: {first_line(str(problem))}"
-        help = _BY_HAND if limits is None else _ONE_LIMIT
-        return _with(judged, check, (Finding("not_compared", message, help=help),))
+        check = Check(size.check, Verdict.INCONCLUSIVE, 0, detail=size.why)
+        message = f"{size.words}, nothing was compared: {first_line(str(problem))}"
+        return _with(judged, check, (Finding("not_compared", message, help=size.help),))
     if not attempt.agrees:
-        attempt = explained(loud, attempt, [attempt], double)
+        attempt = explained(other, attempt, [attempt], double)
     compared = [r for r in attempt.compared if not r.name.endswith("after steps")]  # a first step may have a rate of 0
     differences = tuple(one for result in compared for one in result.differences)
     worst = max(result.worst for result in compared)
-    whole = ComparisonResult(NAME, sum(result.count for result in compared), differences, worst)
-    found = tuple(replace(f, message=f"{words}: {f.message}") for f in findings(attempt.run, compared))
+    whole = ComparisonResult(size.check, sum(result.count for result in compared), differences, worst)
+    found = tuple(replace(f, message=f"{size.words}: {f.message}") for f in findings(attempt.run, compared))
     return _with(judged, whole.check(Verdict.TESTED_EXACT if double else Verdict.TESTED_CALIBRATED), found)
+
+
+def without_limits(runner: ScriptRunner, name: str, judged: Judged, layout: Layout, double: bool) -> Judged:
+    """Find the causes of gradients that differ after something has limited them, in a run in which nothing does."""
+    agreed = judged.attempt
+    vague = [f for f in judged.findings if f.code == "gradient_differs" and f.counter_example.get("cause") in _MIXED]
+    if agreed is None or not vague:
+        return judged
+    steps = 1 + max(int(finding.counter_example.get("step", 0)) for finding in vague)
+    quiet = replace(runner, steps=steps, louder=2.0**-_QUIETER)
+    try:
+        made = quiet.on_ranks(double)
+        material = material_of(made, layout.parts)
+        material = material if agreed.material.draws else replace(material, draws=())
+        material = replace(material, scalars=agreed.material.scalars)
+        attempt = attempt_of(quiet, name, made, layout, material, double, agreed.way)
+    except (RanksFailed, NoParts, NotMatched, Failed):
+        return judged
+    if not attempt.agrees:
+        attempts = [attempt]
+        with suppress(NotMatched, Failed):  # it says whose rows a gradient is of
+            attempts.append(attempt_of(quiet, name, made, layout, material, double, "part"))
+        attempt = explained(quiet, attempt, attempts, double)
+    compared = [result for result in attempt.compared if result.name == "gradients"]
+    causes = findings(attempt.run, compared)
+    if causes:
+        told = tuple(replace(finding, message=f"{_UNLIMITED}, {finding.message}") for finding in causes)
+        return replace(judged, findings=(*told, *(f for f in judged.findings if f not in vague)))
+    told = tuple(replace(f, cause=_LIMIT) if f in vague else f for f in judged.findings)
+    return replace(judged, findings=told)
 
 
 @dataclass(frozen=True)

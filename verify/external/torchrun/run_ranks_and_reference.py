@@ -45,9 +45,15 @@ class ScriptRunner:
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def on_ranks(
-        self, double: bool, vary: Sequence[int] | None = None, dropout: bool = False
+        self,
+        double: bool,
+        vary: Sequence[int] | None = None,
+        dropout: bool = False,
+        kept: Sequence[float] | None = None,
+        ignored: tuple[int, ...] = (),
     ) -> tuple[ScriptRecord, ...]:
-        """Run the script on all ranks, with other data on ranks of other numbers, or with dropout, if asked.
+        """Run the script on all ranks; if asked, with other data on ranks of other numbers, with dropout, or with the
+        share of labels on each rank that is kept (`Start`).
 
         Raises RanksFailed.
         """
@@ -57,6 +63,7 @@ class ScriptRunner:
             redirect(folder / f"output-{rank}")
             other = None if vary is None else vary[rank]
             start = Start(self.words, rank, self.ranks, None, self.steps, double, other, 0, dropout, self.louder)
+            start = start if kept is None else replace(start, kept=kept[rank], ignored=ignored)
             try:
                 run_script(start, _saver(folder, rank))
             finally:

@@ -16,12 +16,14 @@ from verify.external.ranks.run_result import RanksFailed
 from verify.external.torchrun.compare_with_one_rank import SAID, Judged, judge
 from verify.external.torchrun.cuda_on_cpu import WITHOUT_GPU, asks_for_gpu
 from verify.external.torchrun.find_ranks_with_same_rows import counts_for_each_rank, replicas, same_rows
-from verify.external.torchrun.match_one_rank import Layout, NoParts, material_of, parts_of, unequal_starts
+from verify.external.torchrun.match_one_rank import STARTS, Layout, NoParts, material_of, parts_of, unequal_starts
 from verify.external.torchrun.records import ScriptRecord
 from verify.external.torchrun.reference_processes import Failed, first_line
-from verify.external.torchrun.rerun_with_larger_gradients import with_larger_gradients
+from verify.external.torchrun.rerun_with_larger_gradients import with_larger_gradients, without_limits
+from verify.external.torchrun.rerun_with_unequal_labels import with_unequal_labels
 from verify.external.torchrun.run_ranks_and_reference import ScriptRunner
 from verify.external.torchrun.run_watched_script import check_words
+from verify.external.unequal_label_counts import NAME
 from verify.results.finding import Finding
 from verify.results.report import Check, Report, environment
 from verify.results.verdict import Verdict
@@ -34,6 +36,10 @@ _EQUAL_BY_SEED = (
 _CHECK_FILE = (
     "let it run as `torchrun --nproc-per-node 1` would start it, with WORLD_SIZE=1, which a test of the number of "
     "ranks may forbid; or write a check file, whose `model()` is the plain model: docs/verify-external.md"
+)
+_STARTS = (
+    "copies: broadcast the parameters of rank 0, or seed every rank alike, before the first step; shards: cut them "
+    "out of whole tensors that every rank makes alike"
 )
 _SAME_ROWS = "ranks that average their gradients take in the same data, and do the work of one"
 _LABELS = (
@@ -118,8 +124,10 @@ def _verify(runner: ScriptRunner, name: str, double: bool, progress: Progress) -
             # equal seeds make equal data: what looks like one batch, counted twice, may be rows of two ranks
             notes.append(_EQUAL_BY_SEED)
             return *_outcome(other.judged), (*notes, *_said(other.judged, other.layout, other.records)), used
-    notes += _said(judged, layout, records)
     judged = with_larger_gradients(runner, name, judged, records, layout, double)
+    judged = with_unequal_labels(runner, name, judged, records, layout, double)
+    judged = without_limits(runner, name, judged, layout, double)
+    notes += _said(judged, layout, records)
     return *_outcome(judged), tuple(notes), used
 
 
@@ -182,9 +190,10 @@ def _on_other_data(runner: ScriptRunner, name: str, double: bool, apart: Sequenc
 def _outcome(judged: Judged) -> tuple[tuple[Check, ...], tuple[Finding, ...]]:
     if judged.attempt is not None:
         return judged.checks, judged.findings
-    reasons = "; ".join(dict.fromkeys(reason for _, reason in judged.reasons))
-    message = f"the script on one rank is no reference for the ranks: {reasons}"
-    return _undecided(message, None, help=_CHECK_FILE)
+    reasons = [reason for _, reason in judged.reasons]
+    reasons = sorted(dict.fromkeys(reasons), key=lambda text: not text.startswith(STARTS))
+    message = f"the script on one rank is no reference for the ranks: {'; '.join(reasons)}"
+    return _undecided(message, None, help=_STARTS if reasons[0].startswith(STARTS) else _CHECK_FILE)
 
 
 def _run(runner: ScriptRunner, double: bool, notes: list[str]) -> tuple[tuple[ScriptRecord, ...], bool]:
@@ -289,7 +298,8 @@ def _said(judged: Judged, layout: Layout, records: Sequence[ScriptRecord]) -> li
             "every rank takes in the same data, which is right for tensor and pipeline parallelism; with data "
             "parallelism a missing reduction does not show"
         )
-    if judged.passes and layout.count > 1 and _as_many_labels(layout, records):
+    tried = any(check.name == NAME for check in judged.checks)
+    if judged.passes and not tried and layout.count > 1 and _as_many_labels(layout, records):
         notes.append(_LABELS)
     groups = sorted({group for record in records for group in record.groups})
     if groups:

@@ -8,7 +8,7 @@ in its place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -26,11 +26,15 @@ from nnscaler.tracing.float64_run import exact, exact_tensor
 from verify.external.observe_rank_run import changed, local_gradient, note_on_hooks
 from verify.external.torchrun.cuda_on_cpu import left_as_filled, replaced
 from verify.external.torchrun.feed_data_of_all_ranks import RanksFeed
-from verify.external.torchrun.find_and_replace_data import ScriptMode, exchanged, settings_of, varied
-from verify.external.torchrun.records import ScriptRecord, SeenStep, Start, Stopped, Tensors
+from verify.external.torchrun.find_and_replace_data import ScriptMode, exchanged, settings_of, thinned, varied
+from verify.external.torchrun.records import ScriptRecord, SeenStep, Start, Stopped, Tensors, Unmatched
 from verify.external.torchrun.script_state import ScriptState
 from verify.external.torchrun.watch_clipping import ClippingWatch, scalar
 
+_ADDED = (
+    "a schedule adds up the gradients of its micro-batches (`scale_grads=False`), on one rank too: that they are those "
+    "of the sum of their losses, and not of the mean, is taken to be meant"
+)
 _DRAWN = 1_000_000  # elements; larger draws are data sets, of which batches come in
 
 
@@ -40,7 +44,7 @@ class ScriptWatch:
     def __init__(self, start: Start, save: Callable[[ScriptRecord], None], feed: RanksFeed | None = None) -> None:
         self.notes: dict[str, None] = {}
         self.groups: list[tuple[int, ...]] = []
-        self._rank, self._wanted, self._double, self._vary = start.rank, start.steps, start.double, start.vary
+        self._rank, self._wanted, self._double, self._start = start.rank, start.steps, start.double, start
         self._save, self._feed, self._louder = save, feed, start.louder
         self._inside = 0  # models, backward passes and schedules that run
         self._stepping = 0
@@ -50,6 +54,7 @@ class ScriptWatch:
         self._draws: list[Tensor] = []
         self._loaders: dict[int, int] = {}
         self._losses: list[Tensor] = []
+        self._loss_unit = 0.0
         self._own: dict[str, Tensor | None] = {}
         self._gradients: dict[str, Tensor | None] = {}
         self._steps: list[SeenStep] = []
@@ -107,6 +112,7 @@ class ScriptWatch:
             tuple(self._draws),
             tuple(self._mode.numbers),
             self._mode.measured,
+            tuple(self._mode.ignored),
         )
 
     # Data.
@@ -123,8 +129,9 @@ class ScriptWatch:
         events = self._events.setdefault(kind, [])
         if self._feed is not None:
             used = self._feed.data(kind, len(events), used)
-        elif self._vary is not None:
-            used = tuple(varied(t, self._vary, len(events)) for t in used)
+        elif self._start.vary is not None:
+            used = tuple(varied(t, self._start.vary, len(events)) for t in used)
+        used = tuple(thinned(t, self._start.kept, self._start.ignored) for t in used)
         events.append(tuple(t.detach().clone() for t in used))
         return used
 
@@ -165,7 +172,7 @@ class ScriptWatch:
             if self._inside:
                 return autograd(tensors, grad_tensors, *rest, **named)
             roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
-            self._losses += [scalar(root) for root in roots if isinstance(root, Tensor) and root.numel() == 1]
+            self._losses += self._scalars(roots)
             if self._louder != 1:
                 with torch.enable_grad():
                     tensors = tuple(root * self._louder if isinstance(root, Tensor) else root for root in roots)
@@ -193,6 +200,8 @@ class ScriptWatch:
             losses = [] if losses is None else losses
             before = len(losses)
             self._scheduled, loss_of = True, this._loss_fn
+            if not getattr(this, "scale_grads", True):
+                self.tell(_ADDED)
             if self._louder != 1 and loss_of is not None:
                 this._loss_fn = lambda *given: loss_of(*given) * self._louder
             try:
@@ -201,12 +210,17 @@ class ScriptWatch:
             finally:
                 self._scheduled, this._loss_fn = False, loss_of
             losses[before:] = [loss / self._louder for loss in losses[before:]]
-            found = [scalar(loss) for loss in losses[before:] if isinstance(loss, Tensor) and loss.numel() == 1]
-            if found:
+            if found := self._scalars(losses[before:]):
                 self._losses.append(torch.stack(found).mean())
             return output
 
         return stepped
+
+    def _scalars(self, roots: Iterable[Any]) -> list[Tensor]:
+        """Return the losses among what a backward pass starts from, and note how coarsely they are rounded."""
+        losses = [root for root in roots if isinstance(root, Tensor) and root.numel() == 1]
+        self._loss_unit = max([self._loss_unit, *(torch.finfo(loss.dtype).eps for loss in losses)])
+        return [scalar(loss) for loss in losses]
 
     def _given(self, kind: str, values: Any) -> Any:
         """Return what a schedule is given. One rank is first and last stage: it may lack what other ranks have."""
@@ -254,13 +268,18 @@ class ScriptWatch:
         """Run a backward pass. On one rank, note what it adds to each gradient, then average over the data parts."""
         outside = self._state.watch_outside()
         before = {} if self._feed is None else self._state.gradients()
+        steps = len(self._steps)
         with self._entered():
             yield
         new = outside()
         if self._feed is None:
             return
         self._feed.started({one.names[0]: one.tensor for one in new})
-        self._share(self._feed, self._state.parameters(), before)
+        parameters = self._state.parameters()
+        gone = steps == len(self._steps) and all(parameter.grad is None for parameter in parameters.values())
+        if gone and self._feed.add_up is not None:
+            raise Unmatched("the backward pass leaves no gradient in `.grad`, where the data parts' are averaged")
+        self._share(self._feed, parameters, before)
 
     def _share(self, feed: RanksFeed, parameters: Mapping[str, Tensor], before: Mapping[str, Tensor | None]) -> None:
         """Note what was added to the gradients from `before`, and average over the data parts."""
@@ -317,7 +336,10 @@ class ScriptWatch:
         norm, clipped = self._clipping.taken()
         late = changed(self._gradients, self._state.gradients())
         unread = self._state.unread()
-        self._steps.append(SeenStep(losses, self._gradients, own, {}, settings, taken, norm, late, unread, clipped))
+        unit, self._loss_unit = self._loss_unit, 0.0
+        self._steps.append(
+            SeenStep(losses, self._gradients, own, {}, settings, taken, norm, late, unread, clipped, unit)
+        )
         self._made[id(optimizer)] = self._made.get(id(optimizer), 0) + 1
         enough = (
             min(self._made.values()) >= self._wanted if self._feed is None else len(self._steps) >= self._feed.steps

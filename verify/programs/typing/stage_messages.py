@@ -291,7 +291,10 @@ def _to_same_position(
     source: StageText, send: MessageText, stage: StageText, receive: MessageText, held: Held, shape: Sequence[int]
 ) -> Held:
     """Type a transfer between meshes of one shape, rank to rank: the layout stays."""
-    if send.peers != stage.ranks or receive.peers != source.ranks:
+    here = axes_of(stage)
+    same_sizes = axes_of(source).sizes == here.sizes
+    plain = send.peers == stage.ranks and receive.peers == source.ranks
+    if not plain and not (same_sizes and _keep_shards(source, send, stage, receive, held)):
         raise Mistake(
             "communication_mismatch",
             f"`{held.tensor}` goes from the ranks {_few(source.ranks)} to {_few(send.peers)}, and the ranks "
@@ -299,8 +302,7 @@ def _to_same_position(
             "source and destination ranks of the messages are not those of the stages, position by position",
             held.tensor,
         )
-    here = axes_of(stage)
-    if axes_of(source).sizes != here.sizes:
+    if not same_sizes:
         raise Mistake(
             "communication_mismatch",
             f"`{held.tensor}` goes rank to rank between meshes of the shapes {source.axes} and {stage.axes}",
@@ -316,6 +318,22 @@ def _to_same_position(
             held.tensor,
         )
     return held
+
+
+def _keep_shards(source: StageText, send: MessageText, stage: StageText, receive: MessageText, held: Held) -> bool:
+    """Return whether every rank gets its tensor from a rank that sends it there, and that has the same: it stands
+    elsewhere on axes alone over which value and gradient are whole and equal on all ranks."""
+    if sorted(send.peers) != sorted(stage.ranks) or len(receive.peers) != len(stage.ranks):
+        return False
+    states = dict(zip(axes_of(source).names, held.layout, strict=True))
+    kept = [number for number, axis in enumerate(source.axes) if not isinstance(states[axis], Invariant)]
+    for position, (rank, expected) in enumerate(zip(stage.ranks, receive.peers, strict=True)):
+        origin = send.peers.index(rank)
+        there = tuple(unravel(origin, source.axes).values())
+        here = tuple(unravel(position, stage.axes).values())
+        if source.ranks[origin] != expected or any(there[axis] != here[axis] for axis in kept):
+            return False
+    return True
 
 
 def check_sends(stages: Mapping[int, StageText]) -> tuple[int, list[Noted]]:

@@ -183,8 +183,9 @@ def test_interleaved_rows_are_looked_up() -> None:
 def test_what_is_no_part_is_unmatched() -> None:
     whole = torch.arange(4, dtype=torch.float64)
     reference = reference_of([record(0, start={"w": whole})], 1)
-    found = rank_records([record(0, start={"w": whole[:2] + 9})], Layout((0,)), reference)
-    assert unmatched(found) == ("w",)
+    own = [record(0, start={"w": whole[:2] + 9})]
+    found = rank_records(own, Layout((0,)), reference)
+    assert unmatched(found, own) == "w on the ranks cannot be found in the parameters on one rank"
 
 
 def test_plain_copies_with_other_values_are_not_taken_for_the_whole() -> None:

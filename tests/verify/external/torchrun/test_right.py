@@ -59,6 +59,7 @@ TURNS, PART = "in turn", "on each data part by itself"
         pytest.param("accumulate.py --batch-norm --unsent", 3, PART, marks=pytest.mark.long),
         ("accumulate.py --batch-norm --sync", 3, WHOLE),
         ("kept_state.py", 2, OWN),
+        pytest.param("main_grad.py", 2, WHOLE, marks=pytest.mark.long),
         pytest.param("accumulate.py --accumulate 3", 4, WHOLE, marks=pytest.mark.long),
         ("loops.py counts", 3, WHOLE),
         pytest.param("loops.py counts --tensor", 3, WHOLE, marks=pytest.mark.long),
@@ -96,6 +97,13 @@ def test_a_mean_over_data_parts_is_not_the_script_on_whole_batches() -> None:
     (finding,) = report.findings
     assert finding.code == "not_compared" and "with the mean over the data parts" in finding.message
     assert "--reference parts" in str(finding.help)
+
+
+@pytest.mark.long
+def test_gradients_of_micro_batches_that_are_added_up_are_told() -> None:
+    report = verified("pipeline.py --layers 4 --added", 2)
+    assert report.verdict is Verdict.TESTED_EXACT, told(report)
+    assert any("(`scale_grads=False`), on one rank too" in note for note in report.notes), told(report)
 
 
 @pytest.mark.long
@@ -141,13 +149,37 @@ def test_its_own_dtype_where_float64_does_not_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("broken", "verdict"), [("", Verdict.TESTED_CALIBRATED), ("whole", Verdict.REFUTED)])
+@pytest.mark.parametrize(
+    ("broken", "verdict"),
+    [
+        ("", Verdict.TESTED_CALIBRATED),
+        ("whole", Verdict.REFUTED),
+        ("loss", Verdict.TESTED_CALIBRATED),
+        ("loss summed", Verdict.REFUTED),
+    ],
+)
 def test_rounding_of_mixed_precision_is_no_difference(tmp_path: Path, broken: str, verdict: Verdict) -> None:
-    """What is cast to bfloat16 rounds otherwise in a batch of other rows; clipping hands the norm's rounding on."""
+    """What is cast to bfloat16 rounds otherwise in a batch of other rows; clipping hands the norm's rounding on. A loss
+    in bfloat16 is rounded itself, which all runs with other rounding may do alike."""
     script = tmp_path / "mixed.py"
     script.write_text(MIXED)
-    report = verify_script([str(script), broken], ranks=2)
+    report = verify_script([str(script), *broken.split()], ranks=2)
     assert report.verdict is verdict, told(report)
+
+
+@pytest.mark.long
+def test_rounding_that_cannot_be_measured_refutes_nothing(tmp_path: Path) -> None:
+    kept = ["kept = model.module[0].weight.detach().clone()", "for _ in range(4):", "    with torch.autocast('cpu'):"]
+    kept += ["        model(torch.ones(2, 8))", "    assert _ or torch.equal(kept, model.module[0].weight)"]
+    script = tmp_path / "kept.py"
+    script.write_text(
+        SINGLE.replace("for _ in range(4):", "\n".join(kept)).replace(
+            "cross_entropy(model(x)", "cross_entropy(torch.autocast('cpu')(model)(x)"
+        )
+    )
+    report = verify_script([str(script)], ranks=2)
+    assert report.verdict is Verdict.INCONCLUSIVE, told(report)
+    assert "no run with other rounding ended well: AssertionError" in str(report.findings[0].cause), told(report)
 
 
 MIXED = """
@@ -160,12 +192,15 @@ rank = torch.distributed.get_rank()
 torch.manual_seed(0)
 model = nn.Sequential(nn.Embedding(40, 16), nn.Linear(16, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 40))
 assert all(p.dtype == torch.float32 for p in model.parameters())
-if sys.argv[1] != "whole":
+if "whole" not in sys.argv:
     fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+    if "summed" in sys.argv:
+        model.set_gradient_divide_factor(1.0)
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
 torch.manual_seed(100 + rank)
 for _ in range(3):
-    loss = (model(torch.randint(0, 40, (8, 12))).float() ** 2).mean()
+    made = model(torch.randint(0, 40, (8, 12)))
+    loss = ((made if "loss" in sys.argv else made.float()) ** 2).mean()
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
     optimizer.step()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.verify.external.torchrun.running import told, verified
+from verify.external.torchrun.verify import verify_script
 from verify.results.verdict import Verdict
 
 
@@ -78,6 +81,52 @@ def test_clipping_by_hand_is_tried_beyond_its_limit(command: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("broken", "tensors", "cause"),
+    [
+        ("late", "2.bias", "an averaging all_reduce over data is missing"),
+        pytest.param("norm", "0.weight", "where no limit is reached, gradients agree", marks=pytest.mark.long),
+        pytest.param("twice", "0.weight", "it is 1/2 of the model's", marks=pytest.mark.long),
+    ],
+)
+def test_the_cause_is_found_beside_what_limits_gradients(broken: str, tensors: str, cause: str) -> None:
+    report = verified(f"main_grad.py --broken {broken}", 2)
+    assert report.verdict is Verdict.REFUTED, told(report)
+    finding = report.findings[0]
+    assert tensors in str(finding) and cause in str(finding.cause), told(report)
+
+
+@pytest.mark.long
+def test_a_norm_of_a_shard_that_clips_nothing_is_named(tmp_path: Path) -> None:
+    """The mean over the data parts is what is not clipped: that it is the mean is no fault."""
+    script = tmp_path / "shards.py"
+    script.write_text(SHARDS)
+    report = verify_script([str(script)], ranks=2)
+    assert report.verdict is Verdict.REFUTED, told(report)
+    assert "the gradient as it is before it is clipped" in str(report.findings[0].cause), told(report)
+
+
+SHARDS = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = fully_shard(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+torch.manual_seed(10 + dist.get_rank())
+for _ in range(3):
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(torch.randn(6, 8)), torch.randint(0, 4, (6,))).backward()
+    shards = [parameter.grad.to_local() for parameter in model.parameters()]
+    norm = torch.stack([shard.norm() for shard in shards]).norm()
+    for shard in shards:
+        shard.mul_(torch.clamp(0.5 / norm, max=1.0))
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
     ("broken", "words"),
     [
         ("limit", "rank 0 clips by 2e+03, and one rank by 1e+03"),
@@ -104,6 +153,15 @@ def test_replicas_that_nobody_made_equal() -> None:
     (finding,) = report.findings
     assert finding.code == "replicas_differ"
     assert "0.weight" in finding.message
+
+
+def test_other_values_on_every_rank_are_named_where_they_cannot_be_matched() -> None:
+    report = verified("by_hand.py --broken alone", 2)
+    assert report.verdict is Verdict.INCONCLUSIVE, told(report)
+    (finding,) = report.findings
+    said = "the script on one rank is no reference for the ranks: ranks start from different values of 0.weight, 0.bias"
+    assert finding.message.startswith(said), told(report)
+    assert "broadcast the parameters of rank 0" in str(finding.help)
 
 
 def test_statistics_of_every_data_part_are_compared() -> None:

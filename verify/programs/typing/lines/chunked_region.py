@@ -31,7 +31,8 @@ JOIN = "join"  # the runtime's function that ends a region
 
 
 def number_of_pieces(statement: RegionPieces, time_axes: Mapping[str, int]) -> int:
-    """Return the number of pieces. Raises Mistake where not each of them is run once, in order."""
+    """Return the number of pieces. Raises Mistake where not each of them is run once, and those whose results are
+    joined in order: a sum, a maximum and what all pieces have alike are the same in any order."""
     axis, indices, parts = statement.axis, statement.indices, time_axes.get(statement.axis)
     if parts is None:
         message = f"pieces of {axis!r} are joined, and the stage has the axes in time {list(time_axes)}"
@@ -41,10 +42,12 @@ def number_of_pieces(statement: RegionPieces, time_axes: Mapping[str, int]) -> i
         raise Mistake("communication_mismatch", message)
     missing = [number for number in range(parts) if number not in indices]
     again = [number for number, times in Counter(indices).items() if times > 1 or not 0 <= number < parts]
-    if missing or again or list(indices) != sorted(indices):
+    in_order = list(indices) == sorted(indices) or not any(isinstance(s, Sharded) for s in statement.states)
+    if missing or again or not in_order:
         done = f"leaves out the pieces {missing}" if missing else f"runs the pieces in the order {list(indices)}"
         done = f"has no pieces {again}, or runs them twice" if again and not missing else done
-        cause = "sums lack terms or have them twice, or shards are joined in a wrong order"
+        lost = missing or again
+        cause = "sums or shards lack pieces or have them twice" if lost else "shards are joined in a wrong order"
         raise Mistake("communication_mismatch", f"a region of {parts} pieces of {axis} {done}", cause)
     return parts
 

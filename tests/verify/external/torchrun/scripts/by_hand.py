@@ -1,7 +1,8 @@
 """Data parallelism by hand: every rank takes its slice of each batch, and gradients are averaged by an all_reduce.
 
 --broken: "reduce" leaves it out, "average" does not divide, "group" averages in pairs of ranks, "late" reduces only the
-first parameter, "init" starts every rank from other values, "norm" clips by that of its own rows, to a high limit,
+first parameter, "init" starts every rank from other values, and "alone" averages nothing besides,
+"norm" clips by that of its own rows, to a high limit,
 "same" gives all ranks the first rows, "labels" and "rows" take the targets, or the rows, one too early on rank 1,
 "sent" sends one parameter not (--owned), "rate" gives each rank another learning rate,
 "clip" clips what a rank owns by its norm (--clip: by that of all), "wait" does not wait for a sum of losses.
@@ -27,7 +28,7 @@ args = parser.parse_args()
 
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 dist.init_process_group("gloo")
-torch.manual_seed(rank if args.broken == "init" else 0)
+torch.manual_seed(rank if args.broken in ("init", "alone") else 0)
 model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
 if args.idle:
     nn.init.zeros_(model[2].weight)
@@ -37,7 +38,7 @@ inputs, targets = torch.randn(48, 6, generator=data), torch.randn(48, 1, generat
 
 def average():
     for number, parameter in enumerate(model.parameters()):
-        if args.broken == "reduce" or (args.broken == "late" and number):
+        if args.broken in ("reduce", "alone") or (args.broken == "late" and number):
             continue
         if args.owned:
             dist.reduce(parameter.grad, number % world)

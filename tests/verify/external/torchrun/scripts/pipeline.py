@@ -1,7 +1,8 @@
 """Pipelining in the style of its tutorial: each rank keeps the layers of its stage, and a schedule runs micro-batches.
 
 --broken: "scale" does not divide the gradients by the number of micro-batches, "layer" leaves one layer out, "clip"
-clips each stage by its own norm (--clip: all of them by theirs, to a limit that no gradient reaches).
+clips each stage by its own norm (--clip: all of them by theirs, to a limit that no gradient reaches). --added:
+gradients of micro-batches are added up, on any number of ranks.
 """
 
 import argparse
@@ -16,6 +17,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--schedule", choices=("gpipe", "1f1b"), default="gpipe")
 parser.add_argument("--broken", default="")
 parser.add_argument("--clip", action="store_true")
+parser.add_argument("--added", action="store_true")
 parser.add_argument("--layers", type=int, default=12)
 args = parser.parse_args()
 rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -61,7 +63,7 @@ def tokenwise_loss_fn(outputs, targets):
 
 
 kind = ScheduleGPipe if args.schedule == "gpipe" else Schedule1F1B
-scale = args.broken != "scale" or world_size == 1
+scale = not args.added and (args.broken != "scale" or world_size == 1)
 schedule = kind(stage, n_microbatches=chunks, loss_fn=tokenwise_loss_fn, scale_grads=scale)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for _ in range(5):
