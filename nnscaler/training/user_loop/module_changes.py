@@ -32,7 +32,8 @@ class ModuleWatch:
 
     That is: its parts, parameters and buffers, modes and hooks, what forward reads of attributes and globals, which
     parameters are trained, and values of tensors. A change that leaves no trace on its tensor, such as
-    `p.data.clamp_()`, is seen in a sample of the elements; each look samples some of the tensors.
+    `p.data.clamp_()`, is seen in a sample of the elements. Each look is at some of the modules and some of the tensors,
+    the next ones: a step takes as long however many there are.
     """
 
     def __init__(self, program: Program) -> None:
@@ -51,8 +52,10 @@ class ModuleWatch:
         # of each module that is there now: to walk through all of them takes three times as long as to look at them
         self._modules = [(path, weakref.ref(part)) for path, part in modules]
         self._first_look = look = _Look(self._names)  # an address is of something else where what had it is not kept
-        self._last = self._first = [_part(part, self._of_kind[type(part)], look) for _, part in modules]
+        self._first = [_part(part, self._of_kind[type(part)], look) for _, part in modules]
+        self._last = [*self._first]
         self._code = self._of_code(look)
+        self._turns = cycle(range(len(modules)))
         self._samples = [_Sample(path, part, n) for path, part in modules for n in (*part._parameters, *part._buffers)]
         self._next = cycle(self._samples)
         self._said = set[str]()
@@ -66,9 +69,11 @@ class ModuleWatch:
     def told(self) -> str:
         """Say one change; of a number its first one, of tensors one of each kind. "" where there is none to be said."""
         self._uses.working()
-        look = _Look(self._names)
-        last, self._last = self._last, self._now(look)
-        texts = [text for _, text in self._changes(self._last)] if self._last != last else []
+        look, changed = _Look(self._names), False
+        for index in islice(self._turns, min(_LOOKED, len(self._modules))):
+            was, self._last[index] = self._last[index], self._now(index, look)
+            changed = changed or self._last[index] != was
+        texts = [text for _, text in self._changes(self._last)] if changed else []
         texts += [text for _, text in self._changes_of_code(look)]
         for sample in islice(self._next, min(_SAMPLED, len(self._samples))):
             texts += sample.changes()
@@ -85,16 +90,17 @@ class ModuleWatch:
         """
         self._uses.working()
         look = _Look(self._names)
-        changes = [*self._changes(self._now(look)), *self._changes_of_code(look)]
+        now = [self._now(index, look) for index in range(len(self._modules))]
+        changes = [*self._changes(now), *self._changes_of_code(look)]
         structural = next((text for what, text in changes if what is _STRUCTURE), "")
         if structural:
             help = "give it its parts and parameters back; or save a checkpoint, and start a run of the module as it is"
             raise NnscalerError("module_differs", structural.partition(": ")[0], help=help)
         return tuple(text.partition(": ")[0] for what, text in changes if what is _READ)
 
-    def _now(self, look: _Look) -> list[_Part]:
-        parts = ((ref(), was) for (_, ref), was in zip(self._modules, self._last, strict=True))
-        return [was if p is None else _part(p, self._of_kind.get(type(p), ()), look) for p, was in parts]
+    def _now(self, index: int, look: _Look) -> _Part:
+        part = self._modules[index][1]()
+        return self._last[index] if part is None else _part(part, self._of_kind.get(type(part), ()), look)
 
     def _changes(self, now: list[_Part]) -> Iterator[tuple[str, str]]:
         for (path, ref), was, found in zip(self._modules, self._first, now, strict=True):
@@ -280,4 +286,5 @@ _NONE: Mapping[str, Any] = {}
 _STRUCTURE, _READ, _SET_BACK = "structure", "read", "set back"  # by a compilation, which has values from the engine
 _ABSENT, _OTHER = "nothing", "another"  # in the place of a mark, and before those of what has parts
 _DEPTH, _MOST = 3, 1000  # of containers and objects in each other; items of one that is no data
+_LOOKED = 16  # modules a look
 _SAMPLED, _ELEMENTS = 4, 16  # tensors a look, and elements of each
