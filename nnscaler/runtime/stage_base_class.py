@@ -252,7 +252,7 @@ class Stage:
     loss: ClassVar[Loss | None] = None
     results: ClassVar[Mapping[str, Result]] = {}
     updates: ClassVar[Mapping[str, str]] = {}
-    number: int | None = None  # by which operators in graphs of torch.compile find it
+    graph_number: int | None = None  # by which operators in graphs of torch.compile find it
 
     micro: AxisGroup
     slice: AxisGroup

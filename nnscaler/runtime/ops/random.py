@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from math import prod
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -109,7 +109,7 @@ def random_uniform(
     shape = tuple(size if logical_shape is None else logical_shape)
     where: torch.device | str = device or (stage.device if stage is not None else "cpu")
     if torch.compiler.is_dynamo_compiling() and stage is not None:
-        noise = torch.ops.nnscaler.noise(list(size), stage.number, name, _spelled(states), list(shape), where)
+        noise = torch.ops.nnscaler.noise(stage.graph_number, name, _spelled(states), list(shape), where)
     else:
         noise = _noise(stage, name, states, shape, where)
     return (noise + 2.0**-54).to(dtype)
@@ -145,10 +145,8 @@ def _drawn(
     """Draw what is kept of `x`, here or in the graph that torch.compile makes."""
     if not torch.compiler.is_dynamo_compiling():
         return _kept(p, stage, name, states, logical_shape, x.device, dims)
-    sizes = [size if dims is None or dim < dims else 1 for dim, size in enumerate(x.shape)]
-    shape, number = list(logical_shape), stage.number
-    made = torch.ops.nnscaler.kept(sizes, p, number, name, _spelled(states), shape, dims, x.device)
-    return cast(Tensor, made)
+    shape, number = list(logical_shape), stage.graph_number
+    return cast(Tensor, torch.ops.nnscaler.kept(p, number, name, _spelled(states), shape, dims, x.device))
 
 
 def _noise(
@@ -175,9 +173,7 @@ def _kept(
     dims: int | None = None,
 ) -> Tensor:
     """Draw whether this rank's elements are kept. `dims`: as many leading dims differ, the others share."""
-    coordinates = _coordinates(stage, states, logical_shape, device)
-    if dims is not None:
-        coordinates = [c if i < dims else c[:1] * 0 for i, c in enumerate(coordinates)]
+    coordinates = _coordinates(stage, states, logical_shape, device, dims)
     return kept(p, stage.context.seed, name, stage.context.passes, coordinates, logical_shape)
 
 
@@ -187,33 +183,26 @@ def _kept(
 
 @torch.library.custom_op("nnscaler::kept", mutates_args=())
 def _kept_in_graph(
-    _sizes: list[int],
-    p: float,
-    number: int,
-    name: str,
-    states: str,
-    logical_shape: list[int],
-    dims: int | None,
-    device: torch.device,
+    p: float, number: int, name: str, states: str, logical_shape: list[int], dims: int | None, device: torch.device
 ) -> Tensor:
     return _kept(p, numbered_stages[number], name, _read(states), logical_shape, device, dims)
 
 
 @_kept_in_graph.register_fake
-def _(sizes: list[int], *arguments: Any) -> Tensor:
-    return torch.empty(sizes, dtype=torch.bool, device=arguments[-1])
+def _(_: float, number: int, __: str, states: str, shape: list[int], dims: int | None, device: torch.device) -> Tensor:
+    coordinates = _coordinates(numbered_stages[number], _read(states), shape, device, dims)
+    return torch.empty([len(along) for along in coordinates], dtype=torch.bool, device=device)
 
 
 @torch.library.custom_op("nnscaler::noise", mutates_args=())
-def _noise_in_graph(
-    _sizes: list[int], number: int, name: str, states: str, logical_shape: list[int], device: torch.device
-) -> Tensor:
+def _noise_in_graph(number: int, name: str, states: str, logical_shape: list[int], device: torch.device) -> Tensor:
     return _noise(numbered_stages[number], name, _read(states), logical_shape, device)
 
 
 @_noise_in_graph.register_fake
-def _(sizes: list[int], *arguments: Any) -> Tensor:
-    return torch.empty(sizes, dtype=torch.float64, device=arguments[-1])
+def _(number: int, _: str, states: str, shape: list[int], device: torch.device) -> Tensor:
+    coordinates = _coordinates(numbered_stages[number], _read(states), shape, device)
+    return torch.empty([len(along) for along in coordinates], dtype=torch.float64, device=device)
 
 
 def _spelled(states: Mapping[str, State] | None) -> str:
@@ -229,10 +218,16 @@ def _read(spelled: str) -> Mapping[str, State]:
 
 
 def _coordinates(
-    stage: Stage | None, states: Mapping[str, State] | None, logical_shape: Sequence[int], device: torch.device | str
+    stage: Stage | None,
+    states: Mapping[str, State] | None,
+    logical_shape: Sequence[int],
+    device: torch.device | str,
+    dims: int | None = None,
 ) -> list[Tensor]:
+    """Return, for each dim, the logical indices that this rank holds: from `dims` on the first one for all."""
     sizes, place = (stage.sizes(), stage.coordinates()) if stage is not None else ({}, {})
-    return logical_coordinates(tuple(logical_shape), states or {}, sizes, place, device)
+    held = logical_coordinates(tuple(logical_shape), states or {}, sizes, place, device)
+    return [c if dims is None or i < dims else c[:1] * 0 for i, c in enumerate(held)]
 
 
 def uniform(seed: int, name: str, step: int, coordinates: Sequence[Tensor], logical_shape: Sequence[int]) -> Tensor:

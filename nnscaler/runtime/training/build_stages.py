@@ -226,7 +226,7 @@ def compile_each(stages: Iterable[Stage], communicator: Communicator) -> None:
     number = communicators.of(communicator)
     leave_in_python([apart, *vars(differentiable_collectives).values()])
     for stage in stages:
-        stage.number = numbered_stages.of(stage)
+        stage.graph_number = numbered_stages.of(stage)
         if not (_recomputes(stage) or _sums_early(stage)):
             for axis in stage.axes:
                 setattr(stage, axis, replace(getattr(stage, axis), number=number))
