@@ -14,7 +14,7 @@ from nnscaler.codegen.program import Program
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.stage_base_class import INPUT_GRADIENT
 from nnscaler.training.user_loop.names_read_by_forward import names_read_by_forward
-from nnscaler.training.user_loop.stale_module import StaleModule, version_of
+from nnscaler.training.user_loop.stale_module import StaleModule, called, version_of
 
 
 class _Part(NamedTuple):
@@ -131,12 +131,17 @@ def _part(part: nn.Module, names: tuple[str, ...], look: _Look) -> _Part:
     own = vars(part)
     children, parameters, buffers = own["_modules"], own["_parameters"], own["_buffers"]
     return _Part(
-        (type(part), part.training, *[len(own[name]) for name in _HOOKS]),
+        (type(part), part.training, *[_hooks(own[name]) for name in _HOOKS]),
         {name: look.mark(own[name]) for name in names if name in own} if names else _NONE,
         {name: look.address(child) for name, child in children.items()} if children else _NONE,
         {n: look.parameter(p) for n, p in parameters.items() if _is_users(n, p)} if parameters else _NONE,
         {name: look.tensor(b) for name, b in buffers.items() if b is not None} if buffers else _NONE,
     )
+
+
+def _hooks(held: Mapping[int, Any]) -> int:
+    """Return how many hooks of the user's there are."""
+    return len(held) - sum(hook is called for hook in held.values()) if held else 0
 
 
 def _counts(kind: type) -> bool:

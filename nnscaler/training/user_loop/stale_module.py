@@ -14,7 +14,7 @@ from functools import cache, wraps
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 
 class StaleModule:
@@ -26,11 +26,15 @@ class StaleModule:
         self._parts = {id(part): (weakref.ref(part), name) for name, part in trained.items()}
         own = (p for part in trained.values() for p in part._parameters.values() if p is not None)
         self._parameters = [weakref.ref(parameter) for parameter in own]
+        # calls of others within the model are made by these, as a rule, and a hook on each takes time in each step
+        looked = (name for name in trained if "." not in name)
+        self._called = [weakref.ref(trained[name]) for name in looked]
+        self._handles: list[RemovableHandle] = []
         self._looks, self._versions = False, -1
         self._engines: Callable[[], Iterable[Tensor]] = tuple
         self._engines_first: int | None = None
         _stale.update(dict.fromkeys(self._parts, self))
-        weakref.finalize(self, _look_at_no_calls)
+        weakref.finalize(self, _remove, self._handles)
 
     def trained(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
         """Begin to look: the engine has made a step. `tensors`: what it trains."""
@@ -39,13 +43,14 @@ class StaleModule:
             if self._engines_first is None:  # no update was made of it yet
                 self._engines, self._engines_first = tensors, sum(map(version_of, tensors()))
             _look_at_reads()
-            if not _calls:
-                _calls.append(register_module_forward_pre_hook(_called))
+            if not self._handles:
+                parts = (part for ref in self._called if (part := ref()) is not None)
+                self._handles += [part.register_forward_pre_hook(called) for part in parts]
 
     def working(self) -> None:
         """Look no longer: the engine works, and may run the module to compile it."""
         self._looks = False
-        _look_at_no_calls()
+        _remove(self._handles)
 
     def used(self, part: nn.Module, function: str) -> None:
         """Tell of a call of a function of a part, where it has the weights that it had at the last step."""
@@ -76,7 +81,6 @@ def version_of(parameter: Tensor) -> int:
 
 
 _stale: weakref.WeakValueDictionary[int, StaleModule] = weakref.WeakValueDictionary()  # by the id of a part
-_calls: list[Any] = []  # the handle of the hook on all calls of modules: it is there between steps alone
 _KNOWING = ("nnscaler", "op_registry", "verify", "lightning", "pytorch_lightning")  # that the weights are elsewhere
 _OLDER = (
     "the module has the weights of before them: the engine trains its own. Its `evaluate`, `predict`, `parameters`, "
@@ -89,12 +93,13 @@ def _package(frame: Any) -> str:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
-def _look_at_no_calls() -> None:
-    while _calls:
-        _calls.pop().remove()
+def _remove(handles: list[RemovableHandle]) -> None:
+    while handles:
+        handles.pop().remove()
 
 
-def _called(module: nn.Module, _: Any) -> None:
+def called(module: nn.Module, _: Any) -> None:
+    """Tell of a call of a module. A hook that is there between steps alone; in copies of the module it does nothing."""
     if (found := _stale.get(id(module))) is not None:
         found.used(module, "forward")
 
