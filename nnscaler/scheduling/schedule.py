@@ -92,7 +92,7 @@ class ScheduleFigures:
     in_rounds  whether the devices wait for each other after each pass, so that all take as long as the slowest
     in_halves  (device, chunks) -> how many backwards of a device, of all of its layers, run in halves, which may take
                longer than the whole; inf: all
-    few        whether it is for machines on which halves do take longer: else another schedule takes less
+    few        whether it splits few backwards, for where halves do take longer
     """
 
     ramps: Callable[[int, int], tuple[Ramp, ...]]

@@ -30,6 +30,10 @@ class AnalyticCost:
         return f"analytic:{sha256(f'{self.cluster.identity} {EFFICIENCY}'.encode()).hexdigest()[:16]}"
 
     @property
+    def measured(self) -> bool:
+        return False
+
+    @property
     def overheads(self) -> Overheads:
         return Overheads()
 

@@ -70,6 +70,10 @@ class CostModel(Protocol):
         """A hash of what the answers depend on."""
 
     @property
+    def measured(self) -> bool:
+        """Whether a machine's times are known, of the halves of a backward too."""
+
+    @property
     def overheads(self) -> Overheads:
         """Costs of a step beside its operators and collectives."""
 

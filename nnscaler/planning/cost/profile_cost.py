@@ -59,6 +59,10 @@ class TableCost:
         return f"table:{sha256(text.encode()).hexdigest()[:16]}"
 
     @property
+    def measured(self) -> bool:
+        return True
+
+    @property
     def overheads(self) -> Overheads:
         found, share = self.profile.overheads, self._share
         if not self._is_measured_host:

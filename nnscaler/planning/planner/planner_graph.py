@@ -106,11 +106,11 @@ class PlanningCache:
 
     @cached_property
     def schedules(self) -> tuple[ScheduleKind, ...]:
-        """The schedules that are searched: those that split few backwards where halves take longer than the whole, as
-        `nnscaler profile` measures it, or where they are asked for."""
-        longer, asked = self.cost.overheads.halved > 1.0, self.constraint.schedules
+        """The schedules that are searched: those that split few backwards where it is known how long halves take, or
+        where they are asked for."""
+        measured, asked = self.cost.measured, self.constraint.schedules
         known = [(kind, kind.figures) for kind in planned_schedules()]
-        return tuple(k for k, figures in known if figures and (not figures.few or longer or k.name in asked))
+        return tuple(k for k, figures in known if figures and (not figures.few or measured or k.name in asked))
 
     def space(self, ranks: int, each: bool = False) -> Iterator[Configuration]:
         """Yield the configurations of so many ranks. Blocks are cut for balance, and too small to be recomputed."""

@@ -96,12 +96,12 @@ def test_constraints_on_some_layers_only_make_them_differ() -> None:
 
 
 class _Measured(AnalyticCost):
-    """A machine on which two halves of a backward take longer than the whole."""
+    """A machine that was measured, on which two halves of a backward take longer than the whole."""
 
-    overheads = Overheads(halved=1.06)
+    measured, overheads = True, Overheads(halved=1.06)
 
 
-def test_schedules_that_split_few_are_searched_where_halves_take_longer() -> None:
+def test_schedules_that_split_few_are_searched_where_halves_are_measured() -> None:
     """Or where one is asked for; and in the memory of 1F1B one of them takes less."""
 
     def pipeline(c: Configuration) -> bool:
