@@ -14,7 +14,6 @@ from functools import cache, wraps
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 
 class StaleModule:
@@ -27,14 +26,11 @@ class StaleModule:
         own = (p for part in trained.values() for p in part._parameters.values() if p is not None)
         self._parameters = [weakref.ref(parameter) for parameter in own]
         # calls of others within the model are made by these, as a rule, and a hook on each takes time in each step
-        looked = (name for name in trained if "." not in name)
-        self._called = [weakref.ref(trained[name]) for name in looked]
-        self._handles: list[RemovableHandle] = []
+        self._called = [weakref.ref(part) for name, part in trained.items() if "." not in name]
         self._looks, self._versions = False, -1
         self._engines: Callable[[], Iterable[Tensor]] = tuple
         self._engines_first: int | None = None
         _stale.update(dict.fromkeys(self._parts, self))
-        weakref.finalize(self, _remove, self._handles)
 
     def trained(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
         """Begin to look: the engine has made a step. `tensors`: what it trains."""
@@ -43,14 +39,16 @@ class StaleModule:
             if self._engines_first is None:  # no update was made of it yet
                 self._engines, self._engines_first = tensors, sum(map(version_of, tensors()))
             _look_at_reads()
-            if not self._handles:
-                parts = (part for ref in self._called if (part := ref()) is not None)
-                self._handles += [part.register_forward_pre_hook(called) for part in parts]
+            for part in (part for ref in self._called if (part := ref()) is not None):
+                if called not in part._forward_pre_hooks.values():
+                    part.register_forward_pre_hook(called)
 
     def working(self) -> None:
         """Look no longer: the engine works, and may run the module to compile it."""
         self._looks = False
-        _remove(self._handles)
+        for hooks in (part._forward_pre_hooks for ref in self._called if (part := ref()) is not None):
+            for key in [key for key, hook in hooks.items() if hook is called]:
+                del hooks[key]
 
     def used(self, part: nn.Module, function: str) -> None:
         """Tell of a call of a function of a part, where it has the weights that it had at the last step."""
@@ -93,13 +91,9 @@ def _package(frame: Any) -> str:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
-def _remove(handles: list[RemovableHandle]) -> None:
-    while handles:
-        handles.pop().remove()
-
-
 def called(module: nn.Module, _: Any) -> None:
-    """Tell of a call of a module. A hook that is there between steps alone; in copies of the module it does nothing."""
+    """Tell of a call of a module: a hook that is there between steps. It does nothing in copies of the module, and
+    where the engine is gone, whose end must not change hooks that are gone through just then."""
     if (found := _stale.get(id(module))) is not None:
         found.used(module, "forward")
 
