@@ -47,7 +47,9 @@ def dropout(
         return x.view_as(x)
     if p >= 1.0:
         return x * 0.0
-    return torch.where(_drawn(x, p, stage, name, states, logical_shape, dims), x / (1.0 - p), 0.0)
+    # two products take half the time of torch.where, forward and backward, and what is dropped of infinity is NaN, as
+    # torch's is
+    return x * (1.0 / (1.0 - p)) * _drawn(x, p, stage, name, states, logical_shape, dims)
 
 
 def feature_dropout(
