@@ -41,8 +41,8 @@ class MeasuredTensor:
 
 
 class MetricValue:
-    """What a metric returns in a step, or what the step computes of that alone. It is known after the step, which can
-    log it and return it.
+    """A value that a metric returns in a step, or that the step computes of such alone. It is known after the step,
+    which can log it and return it.
 
     path      of the metric
     function  of the values that the calls of the step have returned

@@ -22,7 +22,7 @@ WEIGHT = "batch_size of "  # before the name under which a step logs with a batc
 
 @dataclass(frozen=True)
 class TracedStep:
-    """What a step does besides its computation.
+    """The doings of a step besides its computation.
 
     logs     options of `self.log`, by name; what is logged and is no tensor of the step has its `value` there: a
              number, a MetricValue, or a LoggedMetric
@@ -43,7 +43,7 @@ class LoggedMetric:
 
 
 class StepNotes:
-    """What was seen when each step was traced last. No module's attribute: tracing puts those back."""
+    """Notes of what was seen when each step was traced last. No module's attribute: tracing puts those back."""
 
     def __init__(self) -> None:
         self.by_mode: dict[bool, TracedStep] = {}

@@ -6,6 +6,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from inspect import getdoc
+from math import inf
 from typing import Literal, cast
 
 from nnscaler.errors import NnscalerError
@@ -92,7 +93,6 @@ class ScheduleFigures:
     in_rounds  whether the devices wait for each other after each pass, so that all take as long as the slowest
     in_halves  (device, chunks) -> how many backwards of a device, of all of its layers, run in halves, which may take
                longer than the whole; inf: all
-    few        whether it splits few backwards, for where halves do take longer
     """
 
     ramps: Callable[[int, int], tuple[Ramp, ...]]
@@ -102,7 +102,11 @@ class ScheduleFigures:
     chunks: tuple[int, ...] = (1,)
     in_rounds: bool = False
     in_halves: Callable[[int, int], float] = lambda device, chunks: 0.0
-    few: bool = False
+
+    @property
+    def few(self) -> bool:
+        """True where some backwards run in halves and others do not, which is for where halves do take longer."""
+        return 0.0 < self.in_halves(1, self.chunks[0]) < inf
 
     def step_seconds(self, passes: Sequence[Ramp], micro_batches: int, chunks: int = 1) -> float:
         """Return the seconds of a step. `passes`: by device, the seconds of F, I and W of a micro-batch.

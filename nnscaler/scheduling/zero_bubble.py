@@ -163,7 +163,6 @@ def _few_split_figures(held: Callable[[int, int], float], chunks: tuple[int, ...
         holds=lambda devices, micro_batches: micro_batches >= devices,
         chunks=chunks,
         in_halves=lambda device, chunks: held(device, chunks) + 1 if device else 0.0,
-        few=True,
     )
 
 

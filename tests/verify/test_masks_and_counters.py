@@ -1,4 +1,4 @@
-"""What fills a mask is no scale of other tensors, and whole numbers do not round: no error hides behind either."""
+"""Fills of masks are no scale of other tensors, and whole numbers do not round: no error hides behind either."""
 
 from __future__ import annotations
 

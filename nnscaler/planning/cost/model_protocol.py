@@ -71,7 +71,7 @@ class CostModel(Protocol):
 
     @property
     def measured(self) -> bool:
-        """Whether a machine's times are known, of the halves of a backward too."""
+        """True where a machine's times are known, of the halves of a backward too."""
 
     @property
     def overheads(self) -> Overheads:

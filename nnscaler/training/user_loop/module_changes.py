@@ -18,7 +18,7 @@ from nnscaler.training.user_loop.stale_module import StaleModule, called, versio
 
 
 class _Part(NamedTuple):
-    """What a module was when it was looked at: as marks, which are equal while it is the same."""
+    """The state of a module when it was looked at: as marks, which are equal while it is the same."""
 
     switches: tuple[Any, ...]
     attributes: Mapping[str, Any]

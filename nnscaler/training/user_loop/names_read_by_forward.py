@@ -1,4 +1,4 @@
-"""What the code of a model's forward reads: names of attributes, and globals of the user's files."""
+"""Find what the code of a model's forward reads: names of attributes, and globals of the user's files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _READS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
 
 
 class ReadNames(NamedTuple):
-    """What forward, and the methods that it calls, may read.
+    """Names that forward, and the methods that it calls, may read.
 
     attributes  names of attributes, of whatever object
     globals     of the user's files: where they are kept, and the name

@@ -232,7 +232,7 @@ def test_the_planner_takes_schedules_with_figures_only() -> None:
 
 @pytest.mark.parametrize("name", FEW)
 def test_how_many_backwards_run_in_halves(name: str) -> None:
-    """What a strategy takes in the ramps of these is a sum of what it takes in ramps by which the others are pruned."""
+    """A strategy takes in the ramps of these a sum of what it takes in ramps by which the others are pruned."""
     kind = SCHEDULES[name]
     figures = kind.figures
     assert figures is not None and figures.few

@@ -227,7 +227,7 @@ def test_what_forward_changes_in_evaluation_mode_alone_is_told() -> None:
 
 
 def test_a_part_takes_other_sizes_until_it_is_another() -> None:
-    """What stands for gradients of its inputs is another parameter for each size."""
+    """Gradients of its inputs are those of another parameter for each size."""
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     part = nnscaler.parallelize_part(module, {"input": torch.randn(6, 4)}, settings={"device": "cpu"})
     for rows in (6, 5, 3):

@@ -159,7 +159,7 @@ def test_its_own_dtype_where_float64_does_not_run(tmp_path: Path) -> None:
     ],
 )
 def test_rounding_of_mixed_precision_is_no_difference(tmp_path: Path, broken: str, verdict: Verdict) -> None:
-    """What is cast to bfloat16 rounds otherwise in a batch of other rows; clipping hands the norm's rounding on. A loss
+    """A cast to bfloat16 rounds otherwise in a batch of other rows; clipping hands the norm's rounding on. A loss
     in bfloat16 is rounded itself, which all runs with other rounding may do alike."""
     script = tmp_path / "mixed.py"
     script.write_text(MIXED)
