@@ -352,10 +352,15 @@ def may_gather_again(stage: Stage) -> bool:
     unequal = any(getattr(state, "sizes", ()) for state in states) or not all(isinstance(n, int) for n in sizes)
     if unequal or "forward" in vars(stage):
         return False
+    return any(name in ("all_gather", "all_gather_replicated") for code in codes_of(stage) for name in code.co_names)
+
+
+def codes_of(stage: Stage) -> list[CodeType]:
+    """Return the code of the text of a stage's forward, and of the functions in it."""
     codes = [type(stage).forward.__code__]
     for code in codes:
         codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return any(name in ("all_gather", "all_gather_replicated") for code in codes for name in code.co_names)
+    return codes
 
 
 def place_of(stage: Stage) -> str:

@@ -97,7 +97,7 @@ def place_in_graph() -> str:
     return ""
 
 
-def compiled(forward: Function, *constant: Function, several: bool) -> Function:
+def compiled(forward: Function, constant: Iterable[Function], several: bool) -> Function:
     """Return a compiled forward. `constant`: functions whose results are constants of it. `several`: other ranks
     compile the same."""
     if _call_with["apart"] is _call:

@@ -117,12 +117,13 @@ _OWN_MODULES = ("nnscaler.runtime.", "torch.", "contextlib", "threading")
 
 
 def program_place() -> str | None:
-    """Return file:line of the innermost frame outside the runtime and torch: the line of the rank program that
-    called."""
+    """Return file:line of the innermost frame outside the runtime and torch, and of no graph: the line of the rank
+    program that called."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
-        if not name.startswith(_OWN_MODULES) and name not in ("torch", "nnscaler.runtime"):
+        # a graph of torch.compile is in no module, or in one of torch's
+        if name and not name.startswith(_OWN_MODULES) and name not in ("torch", "nnscaler.runtime"):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return None

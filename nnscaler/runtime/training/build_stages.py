@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from types import MappingProxyType, ModuleType
 
 import torch
 from torch import Tensor
 
-from nnscaler import communication_buckets
 from nnscaler.runtime.communication import differentiable_collectives
 from nnscaler.runtime.communication.collectives_in_graphs import communicators
 from nnscaler.runtime.communication.communicator import Communicator, ProgramError
@@ -28,6 +28,8 @@ from nnscaler.runtime.stage_base_class import (
 )
 from nnscaler.runtime.torch_compile import apart, compiled, leave_in_python
 from nnscaler.runtime.training.autocast import dtype_named, dtype_of_run
+from nnscaler.runtime.training.gradients.accumulate_and_reduce import Gradients
+from nnscaler.runtime.training.gradients.gradients_in_graphs import compiled_with_gradients
 from nnscaler.runtime.training.parameters_at_rest import AtRest, divisions_of
 
 State = Mapping[str, Tensor]
@@ -221,29 +223,22 @@ def adopted(stages: Iterable[Stage], held: dict[Key, Held], given: Mapping[Key, 
     return tuple(found.values())
 
 
-def compile_each(stages: Iterable[Stage], communicator: Communicator) -> None:
-    """Compile the forward of each stage, and with it its backward. Collectives are in the graphs where they may be."""
+def compile_each(stages: Iterable[Stage], communicator: Communicator, gradients: Gradients) -> None:
+    """Compile the forward of each stage, and with it its backward. Collectives, and gradients on their way, are in the
+    graphs where they may be."""
     number = communicators.of(communicator)
     leave_in_python([apart, *vars(differentiable_collectives).values()])
+    make = partial(compiled, constant=(dtype_of_run,), several=communicator.world_size > 1)
     for stage in stages:
         stage.graph_number = numbered_stages.of(stage)
-        if not (_recomputes(stage) or _sums_early(stage)):
-            for axis in stage.axes:
-                setattr(stage, axis, replace(getattr(stage, axis), number=number))
-        stage.forward = compiled(stage.forward, dtype_of_run, several=communicator.world_size > 1)
+        for axis in () if _recomputes(stage) else stage.axes:
+            setattr(stage, axis, replace(getattr(stage, axis), number=number))
+        stage.forward = compiled_with_gradients(stage, gradients, make)
 
 
 def _recomputes(stage: Stage) -> bool:
     """Return whether the stage's text recomputes regions, in which torch.compile has no effects in an order."""
     return "recompute" in type(stage).forward.__code__.co_names
-
-
-def _sums_early(stage: Stage) -> bool:
-    """Return whether many gradients are summed while backward runs. A graph has them all at its end: one that ends
-    before each collective hands on what it has."""
-    summed = [(name, one) for name, one in stage.parameters.items() if one.used and one.reduce and not one.copies]
-    early = [getattr(stage, name) for name, one in summed if not one.rest or one.scatter == "micro_batch"]
-    return sum(leaf.numel() * leaf.element_size() for leaf in early) > communication_buckets.LEAST_BYTES
 
 
 def stages_of(module: ModuleType, rank: int) -> list[type[Stage]]:

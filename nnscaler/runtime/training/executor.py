@@ -99,8 +99,6 @@ class RankExecutor:
         builder = StageBuilder(communicator, state, self.precision, self.device, self.context, given, reads)
         with precision_of_run(self.precision):
             self.stages = {c.index: builder.build(c, self._observer(c.index)) for c in classes}
-        if settings.compiled and observe is None:
-            compile_each(self.stages.values(), communicator)
         self.parameters: dict[tuple[int, str], torch.nn.Parameter] = {
             (index, name): stage.at_rest[name] for index, stage in self.stages.items() for name in stage.parameters
         }
@@ -110,6 +108,8 @@ class RankExecutor:
             other._resting += adopted(other.stages.values(), other.held, self.held)
         backwards = Counter(i.stage for i in self._step if i.kind != "F")
         self._gradients = Gradients(self.stages, self._resting, communicator, self.precision, reads, backwards)
+        if settings.compiled and observe is None:
+            compile_each(self.stages.values(), communicator, self._gradients)
         self._results = Results(self.stages, communicator, settings.returns, self.precision)
         self._mail = Mail(communicator, self.device)
         last = {} if self._updates else {i.stage: i for i in self._step if i.kind in "BW"}

@@ -213,6 +213,21 @@ class Gradients:
 
     # -- a gradient -----------------------------------------------------------------------------------------------
 
+    def moved(self, stage: Stage) -> dict[str, int]:
+        """Return the numbers by which `hand_on` knows what moves of the gradients of a stage's parameters."""
+        numbers = {one.leaf: number for number, one in enumerate(self._moved)}
+        leaves = {name: getattr(stage, name) for name in stage.parameters}
+        return {name: numbers[leaf] for name, leaf in leaves.items() if leaf in numbers}
+
+    def hand_on(self, number: int, gradient: Tensor) -> None:
+        """Take what a backward that runs has made for a leaf, as from autograd; its memory is used again afterwards."""
+        one = self._moved[number]
+        leaf, before = one.leaf, one.leaf.grad
+        leaf.grad = gradient if before is None else before.add_(gradient)
+        self._made(one, leaf)
+        if leaf.grad is not None and leaf.grad.data_ptr() == gradient.data_ptr():
+            leaf.grad = gradient.clone()
+
     def _made(self, one: WantedGradient, leaf: Tensor) -> None:
         """Autograd has added to the gradient of a leaf: all that this backward has for it."""
         if self._reads is not None and self._reads.awaits(one.leaf):
