@@ -2,6 +2,7 @@
 
     python benchmarks/overlap.py                                   # about a minute on two cores
     python benchmarks/overlap.py --plans dp=2 dp=2,zero=3 --mbps 600 --trace traces
+    python benchmarks/overlap.py --plans dp=2 dp=2,zero=2 --compile
 
 Ranks are processes over gloo. What is waited for is there when a link of `--mbps` megabits a second, which carries one
 message of a rank after another, would have brought it; that takes no time of a core. Communication counts from when the
@@ -146,12 +147,12 @@ class Traced:
     waited: tuple[Span, ...]
 
 
-def traced_steps(communicator: Communicator, program: str, speed: float) -> list[tuple[Any, ...]]:
+def traced_steps(communicator: Communicator, program: str, speed: float, compiled: bool) -> list[tuple[Any, ...]]:
     """Run steps over slow links; return the fields of `Traced` of each. A job's function."""
     cross_memory_attach.is_possible = lambda: False  # as between two hosts
     slow = SlowCommunicator(communicator.rank, communicator.world_size, speed)
     directory = read_program(program)
-    settings = ExecutorSettings(shapes=directory.manifest.shapes)
+    settings = ExecutorSettings(shapes=directory.manifest.shapes, compiled=compiled)
     executor = RankExecutor(directory.role(slow.rank), slow.rank, slow, directory.state(), settings)
     found = []
     for number in range(WARM_UP + STEPS):
@@ -202,6 +203,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plans", nargs="+", default=["dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3"])
     parser.add_argument("--mbps", type=float, default=1000.0)
+    parser.add_argument("--compile", action="store_true", help="compile stages with torch.compile")
     parser.add_argument("--trace", type=Path)
     arguments = parser.parse_args()
     torch.manual_seed(0)
@@ -213,7 +215,7 @@ def main() -> int:
         program = nnscaler.parallelize(GPT(), batch, ranks=2, plan=plan)
         with TemporaryDirectory() as folder:
             program.save(folder)
-            values = {"program": folder, "speed": arguments.mbps * 125e3}
+            values = {"program": folder, "speed": arguments.mbps * 125e3, "compiled": arguments.compile}
             outcome = launch(JobSpecification(f"{Path(__file__).resolve()}:traced_steps", 2, values), timeout=300)
         ranks = [[Traced(*step) for step in steps] for steps in outcome.results()]
         steps = [step for rank in ranks for step in rank]

@@ -133,8 +133,10 @@ def compiled(model: GPT) -> Step:
     return _step(torch.compile(model), adamw(model.parameters()))
 
 
-def ddp(model: GPT) -> Step:
-    return _step(DistributedDataParallel(model, gradient_as_bucket_view=True), adamw(model.parameters()))
+def ddp(model: GPT, compiled: bool = False) -> Step:
+    """`compiled`: torch cuts the graph at DDP's buckets, so that they leave while backward goes on."""
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    return _step(torch.compile(wrapped) if compiled else wrapped, adamw(model.parameters()))
 
 
 def zero_redundancy(model: GPT) -> Step:
