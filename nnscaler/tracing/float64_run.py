@@ -151,8 +151,8 @@ def own_dtype(module: nn.Module) -> torch.dtype | None:
 def convert_floats(module: nn.Module, floating: torch.dtype) -> None:
     """Give the module's parameters and buffers of floating-point dtypes this dtype, complex ones its complex one.
 
-    `module.to` would take the imaginary part from complex ones, such as rotary factors, and make two buffers of one that
-    two modules share.
+    `module.to` would take the imaginary part from complex ones, such as rotary factors, and make two buffers of one
+    that two modules share.
     """
     made: dict[int, tuple[Tensor, Tensor]] = {}  # with the tensor itself: the name of one that is gone may come again
 

@@ -293,8 +293,8 @@ def undrawable(operation: Operation) -> NnscalerError:
         "trace_failed",
         f"{operation.operator} draws random numbers from torch's generator, which no two ranks share",
         where=operation.where,
-        help="draw with torch.rand, randn, bernoulli, randint, ... or apply nn.Dropout outside of it; give a function of "
-        "your own the random numbers as an input",
+        help="draw with torch.rand, randn, bernoulli, randint, ... or apply nn.Dropout outside of it; give a function "
+        "of your own the random numbers as an input",
     )
 
 
