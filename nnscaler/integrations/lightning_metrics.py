@@ -9,12 +9,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import itemgetter, methodcaller
 from typing import Any
+from unittest.mock import patch
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torchmetrics import Metric, MetricCollection
 
 from nnscaler.errors import NnscalerError
+from nnscaler.tracing.export.user_source_locations import location_of_frames
 
 _METHODS = ("forward", "update", "compute", "reset")
 
@@ -115,7 +117,7 @@ _TENSOR_METHODS = frozenset("item tolist detach clone cpu to float double mean s
 @contextmanager
 def metrics_recorded(module: nn.Module, calls: list[MetricCall], measured: dict[str, Tensor]) -> Iterator[None]:
     """Take down calls of the module's metrics, in the place of making them. `measured` gets the tensors that they are
-    given, by name."""
+    given, by name. Raises NnscalerError "trace_failed" for a metric that is made here."""
 
     def recording(path: str, metric: Metric | MetricCollection, method: str) -> Callable[..., Any]:
         def record(*args: Any, **kwargs: Any) -> Any:
@@ -142,12 +144,23 @@ def metrics_recorded(module: nn.Module, calls: list[MetricCall], measured: dict[
     for path, part in found:
         vars(part).update({name: recording(path, part, name) for name in _METHODS})
     try:
-        yield
+        with patch.object(Metric, "__init__", _made_in_step):
+            yield
     finally:
         for (_, part), kept in zip(found, before, strict=True):
             for name in _METHODS:
                 del vars(part)[name]
             vars(part).update(kept)
+
+
+def _made_in_step(metric: Metric, *_: Any, **__: Any) -> None:
+    kind = type(metric).__name__
+    message = f"the step makes a {kind}, which is a new one in every step and keeps nothing of the others"
+    help = (
+        f"make it in the module's __init__, as `self.metric = {kind}(...)`, or call its function of "
+        "torchmetrics.functional"
+    )
+    raise NnscalerError("trace_failed", message, location_of_frames(), help)
 
 
 class Metrics:

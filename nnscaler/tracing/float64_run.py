@@ -151,9 +151,15 @@ def own_dtype(module: nn.Module) -> torch.dtype | None:
 def convert_floats(module: nn.Module, floating: torch.dtype) -> None:
     """Give the module's parameters and buffers of floating-point dtypes this dtype, complex ones its complex one.
 
-    `module.to` would take the imaginary part from complex ones, such as rotary factors.
+    `module.to` would take the imaginary part from complex ones, such as rotary factors, and make two buffers of one
+    that two modules share.
     """
-    module._apply(lambda tensor: exact_tensor(tensor, floating))
+    made: dict[int, tuple[Tensor, Tensor]] = {}  # with the tensor itself: the name of one that is gone may come again
+
+    def converted(tensor: Tensor) -> Tensor:
+        return made.setdefault(id(tensor), (tensor, exact_tensor(tensor, floating)))[1]
+
+    module._apply(converted)
 
 
 def _convert(module: nn.Module, floating: torch.dtype, dropout: bool) -> None:

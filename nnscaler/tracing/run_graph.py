@@ -18,6 +18,7 @@ from nnscaler.runtime import ops
 from nnscaler.runtime.training.autocast import AskedDtypes, autocast_on
 from nnscaler.tracing.float64_run import exact_dtype, exact_tensor
 from nnscaler.tracing.graph_builder import dtype_of, torch_operator
+from nnscaler.tracing.passes.lower_random_draws import undrawable
 
 _DROPOUTS: dict[str, Callable[..., Tensor]] = {
     "nnscaler.dropout": torch.dropout,
@@ -38,7 +39,7 @@ def run_graph(
 
     `state` holds parameters, buffers and constants by their first name in the model, `inputs` the batch by input name.
     Nothing is dropped out. Differentiable: give leaves that require gradients. `precision` "float64": every floating
-    dtype is that one.
+    dtype is that one. Raises NnscalerError "trace_failed" for a user's function that draws from torch's generator.
     """
     floating = None if precision is None else dtype_of(precision)
     values: dict[str, Tensor] = {}
@@ -88,10 +89,18 @@ def _run(
             stack.enter_context(torch.autocast(device.type if device.type != "meta" else "cpu", dtype))
         if floating == torch.float64 and _is_users(operation):
             stack.enter_context(AskedDtypes())
+        known = operation.operator.startswith(("aten.", "nnscaler."))  # what these draw, passes have written otherwise
+        before = None if known else _generator_state(device)
         result = callable_of(operation, False, device)(*args, **kwargs)
+        if before is not None and not torch.equal(before, _generator_state(device)):
+            raise undrawable(operation)
     outputs = result if isinstance(result, list | tuple) else (result,)
     pairs = zip(operation.outputs, outputs, strict=True)
     values.update({name: output for name, output in pairs if name is not None})
+
+
+def _generator_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def _is_users(operation: Operation) -> bool:

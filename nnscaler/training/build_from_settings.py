@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import linecache
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -17,7 +18,7 @@ from op_registry.registry import default_registry
 
 from nnscaler.codegen.program import Program
 from nnscaler.compile import parallelize
-from nnscaler.errors import NnscalerError
+from nnscaler.errors import NnscalerError, SourceLocation
 from nnscaler.ir.operation_annotations import signatures
 from nnscaler.ir.precision import Precision
 from nnscaler.model_file import find_target, load_loss_function, user_frame, user_function
@@ -52,6 +53,7 @@ class Parts:
     validation  dataset; None without one
     collate     makes a batch of rows; None: they are stacked
     hooks       point -> functions
+    place       of the function that makes the datasets
     """
 
     build: Callable[[], nn.Module]
@@ -60,6 +62,7 @@ class Parts:
     validation: Any
     collate: Collate | None
     hooks: Mapping[str, tuple[Hook, ...]]
+    place: SourceLocation | None = None
 
 
 def load_parts(settings: TrainSettings, model: nn.Module | None = None, data: Any = None) -> Parts:
@@ -93,7 +96,8 @@ def load_parts(settings: TrainSettings, model: nn.Module | None = None, data: An
         build = built
     _optimizer_class(settings.optimizer)
     _schedule_class(settings.schedule)
-    found = user_function(settings.data.source, "datasets", _DATA)(seed=settings.seed) if data is None else data
+    source = user_function(settings.data.source, "datasets", _DATA) if data is None else None
+    found = data if source is None else source(seed=settings.seed)
     training, validation = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     if validation is None and settings.validation.every:
         help = "(training, validation), or validation.every = 0"
@@ -102,7 +106,15 @@ def load_parts(settings: TrainSettings, model: nn.Module | None = None, data: An
     points = {item.name: getattr(settings.hooks, item.name) for item in fields(HookSettings)}
     hooks = {name: tuple(_function(t, name) for t in ts) for name, ts in points.items()}
     collate = _function(settings.data.collate, "collate") if settings.data.collate else None
-    return Parts(build, described, training, validation, collate, hooks)
+    return Parts(build, described, training, validation, collate, hooks, _place(source))
+
+
+def _place(function: Callable[..., Any] | None) -> SourceLocation | None:
+    code = getattr(inspect.unwrap(function), "__code__", None) if function is not None else None
+    if code is None:
+        return None
+    text = linecache.getline(code.co_filename, code.co_firstlineno).strip()
+    return SourceLocation(code.co_filename, code.co_firstlineno, text)
 
 
 def first_batch(settings: TrainSettings, parts: Parts, model: nn.Module) -> dict[str, Any] | tuple[Any, ...]:
@@ -110,13 +122,13 @@ def first_batch(settings: TrainSettings, parts: Parts, model: nn.Module) -> dict
     dataset = parts.training
     before = dataset.state_dict() if hasattr(dataset, "state_dict") else None
     order, packed = training_order(settings, dataset), settings.data.packed or None
-    with _reading(settings.data.source):
+    with _reading(settings.data.source, parts.place):
         whole = loader(dataset, order, DataPart(0, 1), collate=parts.collate, packed=packed)
     batch = next(read_batches(whole, settings.data.source), None)
     if before is not None:
         dataset.load_state_dict(before)
     if batch is None:
-        raise NnscalerError("bad_data", "the training data has no batch")
+        raise NnscalerError("bad_data", "the training data has no batch", parts.place)
     if isinstance(batch, Mapping):
         if not settings.data.packed or settings.loss:
             return dict(batch)
@@ -140,11 +152,13 @@ def read_batches(batches: Loader, source: str) -> Iterator[Any]:
 
 
 @contextmanager
-def _reading(source: str) -> Iterator[None]:
-    """What the user's dataset raises inside becomes `data_raised`."""
+def _reading(source: str, made_at: SourceLocation | None = None) -> Iterator[None]:
+    """What the user's dataset raises inside becomes `data_raised`; what is refused of it is told where it is made."""
     try:
         yield
-    except (NnscalerError, MemoryError, OSError):
+    except NnscalerError as error:
+        raise error.at(made_at) from error.__cause__
+    except (MemoryError, OSError):
         raise
     except Exception as error:
         place = user_frame(error, Path(source.partition("::")[0]).resolve().parent)

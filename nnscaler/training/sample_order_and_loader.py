@@ -355,7 +355,8 @@ def loader(
     elif not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise NnscalerError("bad_data", f"a {type(dataset).__name__} is no dataset", help=_FORMS)
     elif len(dataset) == 0:
-        raise NnscalerError("bad_data", "the dataset has no samples")
+        message = f"the dataset, a {type(dataset).__name__}, has no samples: its len() is 0"
+        raise NnscalerError("bad_data", message, help="look at what finds its files, or leaves rows out")
     elif order.drop_last and len(dataset) < order.batch_size:
         message = f"the dataset has {len(dataset)} samples, a batch {order.batch_size}, and short ones are dropped"
         raise NnscalerError("bad_data", message, help="take a smaller batch, or keep the last one")

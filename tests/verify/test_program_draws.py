@@ -50,6 +50,7 @@ DROPOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "two": lambda x: F.dropout(torch.tanh(F.dropout(x, 0.5)), 0.5),
     "all or nothing": lambda x: F.dropout(F.dropout(F.dropout(x, 0.0), 0.4), 0.5, training=False),
     "other numbers": lambda x: F.dropout(x, 0.3) * torch.rand_like(x) + torch.randn(6) + F.rrelu(x, training=True),
+    "a distribution": lambda x: x * torch.distributions.Beta(x[0].detach().exp(), torch.ones(3, 6).to(x)).sample(),
     "no dropout": lambda x: torch.bernoulli(torch.full_like(x, 0.3)) * x,
 }
 

@@ -31,6 +31,13 @@ from nnscaler.tracing.export.vmaps import in_vmap, needs_gradient
 NAMESPACE = "nnscaler_function"
 
 _REAL_APPLY = torch.autograd.Function.__dict__["apply"].__func__
+_Below = torch.autograd.function._SingleLevelFunction
+
+
+def _real_apply_below(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    return super(_Below, cls).apply(*args, **kwargs)
+
+
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
@@ -151,20 +158,33 @@ def opaque_autograd_functions(checkpoints: Checkpoints) -> Iterator[OpaqueFuncti
     functions = OpaqueFunctions()
     exporter = threading.get_ident()
 
-    def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+    def call(real: Callable[..., Any], cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         # inside the body of an operator nothing is recorded: there the function is itself; and so it is in other
         # threads, though the mode of an export is seen in all of them
         if kwargs or threading.get_ident() != exporter or get_proxy_mode() is None:
-            return _REAL_APPLY(cls, *args, **kwargs)
+            return real(cls, *args, **kwargs)
         if in_vmap():
             _refuse_backward(cls, args)
-            return _REAL_APPLY(cls, *args)
+            return real(cls, *args)
         if cls is CheckpointFunction:
             return checkpoints.run_reentrant(args[0], *args[2:])
+        if _is_torchs(cls) and not _trained(args):  # no backward that could be lost
+            return real(cls, *args)
         operator = functions.operator(cls, args)
         return operator(*(a for a in args if _kind(a) is not None))
 
-    with patch.object(torch.autograd.Function, "apply", classmethod(apply)):
+    def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        return call(_REAL_APPLY, cls, *args, **kwargs)
+
+    def apply_below(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        users = issubclass(cls, torch.autograd.Function)  # vmap makes others of them
+        return call(_real_apply_below, cls, *args, **kwargs) if users else _real_apply_below(cls, *args, **kwargs)
+
+    with (
+        patch.object(torch.autograd.Function, "apply", classmethod(apply)),
+        # what a user bound before, as in `binarize = Binarize.apply`, is torch's own method, which comes to this one
+        patch.object(_Below, "apply", classmethod(apply_below), create=True),
+    ):
         yield functions
 
 
@@ -184,14 +204,21 @@ def _refuse_modules(cls: type[torch.autograd.Function], constants: tuple[tuple[i
 def _refuse_backward(cls: type[torch.autograd.Function], args: tuple[Any, ...]) -> None:
     """Under vmap a function is the operators of its forward, and its own backward would be lost. Torch's own functions
     have the gradient of their forward."""
-    trained = torch.is_grad_enabled() and any(needs_gradient(t) for t in tree_leaves(args) if isinstance(t, Tensor))
-    if trained and not cls.__module__.startswith("torch."):
+    if _trained(args) and not _is_torchs(cls):
         raise NnscalerError(
             "trace_failed",
             f"autograd.Function {cls.__name__} is called under vmap, where its backward would be lost",
             OpaqueFunction("", cls).where,
             f"call {cls.__name__}.apply on the whole tensors, without torch.vmap",
         )
+
+
+def _is_torchs(cls: type[torch.autograd.Function]) -> bool:
+    return cls.__module__.startswith("torch.")
+
+
+def _trained(args: tuple[Any, ...]) -> bool:
+    return torch.is_grad_enabled() and any(needs_gradient(t) for t in tree_leaves(args) if isinstance(t, Tensor))
 
 
 def _kind(value: Any) -> str | None:

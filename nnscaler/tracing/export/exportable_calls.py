@@ -70,7 +70,47 @@ def _unchecked(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
+def _covariance(
+    _func: Callable[..., Any],
+    numbers: Tensor,
+    *,
+    correction: int = 1,
+    fweights: Tensor | None = None,
+    aweights: Tensor | None = None,
+) -> Tensor:
+    """Torch looks at its weights, where there are none as well."""
+    rows = numbers if numbers.dim() == 2 else numbers.reshape(1, -1)
+    given = [w for w in (fweights, aweights) if w is not None]
+    weights = None if not given else given[0] if len(given) == 1 else given[0] * given[1]
+    if weights is None:
+        centred = weighted = rows - rows.mean(1, keepdim=True)
+        divisor: Any = max(rows.shape[1] - correction, 0)
+    else:
+        total = weights.sum()
+        centred = rows - (rows * weights).sum(1, keepdim=True) / total
+        weighted = centred * weights
+        lost = correction if aweights is None else correction * (weights * aweights).sum() / total
+        divisor = (total - lost).clamp(min=0)
+    return (weighted @ centred.mT.conj() / divisor).squeeze()
+
+
+def _correlation(func: Callable[..., Any], numbers: Tensor) -> Tensor:
+    """The covariance over the deviations, within -1 and 1."""
+    found = _covariance(func, numbers)
+    if found.dim() == 0:
+        return found / found
+    deviation = found.diagonal().real.sqrt() if found.is_complex() else found.diagonal().sqrt()
+    found = found / deviation[:, None] / deviation
+    if not found.is_complex():
+        return found.clamp(-1, 1)
+    return torch.complex(found.real.clamp(-1, 1), found.imag.clamp(-1, 1))
+
+
 _CALLS: Mapping[Any, Callable[..., Any]] = {
+    torch.cov: _covariance,
+    Tensor.cov: _covariance,
+    torch.corrcoef: _correlation,
+    Tensor.corrcoef: _correlation,
     torch.ctc_loss: _with_lengths,
     F.ctc_loss: _with_lengths,
     Tensor.random_: _from_a_number_on,

@@ -35,6 +35,7 @@ from nnscaler.tracing.export.exportable_calls import exportable_calls
 from nnscaler.tracing.export.loss_module import LossModule
 from nnscaler.tracing.export.mutated_attributes_and_draws import attributes_kept, buffers_written, draws_kept
 from nnscaler.tracing.export.recompute_regions import checkpoints_marked
+from nnscaler.tracing.export.selected_rows import keep_rows_in_place
 from nnscaler.tracing.export.user_source_locations import OURS, TORCH, is_library, location_of_exception
 from nnscaler.tracing.export.vmaps import vmaps_expanded
 from nnscaler.tracing.float64_run import as_written
@@ -242,7 +243,9 @@ def _attempt(module: LossModule, tensors: tuple[Tensor, ...]) -> ExportedProgram
     """Export, and return the program or the exception that export or the model raised. Raises NnscalerError."""
     try:
         with _quiet():
-            return _export(module, tensors)
+            program = _export(module, tensors)
+        keep_rows_in_place(program)
+        return program
     except NnscalerError:
         raise
     except AutocastUnknown as error:

@@ -114,6 +114,46 @@ def _rrelu(make: Maker, args: Arguments, shape: tuple[int, ...], dtype: str) -> 
     return make.call("aten.where.self", make.call("aten.gt.Scalar", x, 0), x, make.call("aten.mul.Tensor", x, slope))
 
 
+def _log_gamma_draw(make: Maker, rate: Any, shape: tuple[int, ...]) -> Any:
+    """Return logarithms of draws from gamma distributions of these shape parameters, in float64.
+
+    Marsaglia and Tsang's method: of a normal number x, d (1 + x / sqrt(9 d))^3 is taken with a probability that is
+    above 0.95; the first of `_TRIALS` that is taken counts. A parameter below 1 is drawn one higher, and multiplied
+    by u^(1 / parameter). What is drawn has no derivative.
+    """
+
+    def call(name: str, *args: Any) -> Any:
+        return make.call(f"aten.{name}", *args)
+
+    rate = _cast(make, call("detach.default", rate), "float64")
+    d = call("add.Tensor", rate, 2 / 3)
+    # one draw for all: in a comparison, two of one shape would be the same numbers
+    drawn = make.draw("uniform", (2 * _TRIALS + 1, *shape), "float64")
+    u, normal = (call("narrow.default", drawn, 0, start, _TRIALS) for start in (0, _TRIALS))
+    x = call("erfinv.default", call("sub.Tensor", call("mul.Tensor", normal, 2.0), 1.0))
+    x = call("mul.Tensor", x, 2**0.5)
+    root = call("add.Tensor", call("div.Tensor", x, call("sqrt.default", call("mul.Tensor", d, 9.0))), 1.0)
+    log_v = call("mul.Tensor", call("log.default", call("clamp_min.default", root, 1e-300)), 3.0)
+    linear = call("sub.Tensor", call("add.Tensor", log_v, 1.0), call("exp.default", log_v))
+    bound = call("add.Tensor", call("mul.Tensor", call("mul.Tensor", x, x), 0.5), call("mul.Tensor", d, linear))
+    taken = call("logical_and.default", call("lt.Tensor", call("log.default", u), bound), call("gt.Scalar", root, 0))
+    first = call("argmax.default", call("to.dtype", taken, DType("int64")), 0, True)
+    found = call("squeeze.dim", call("gather.default", log_v, 0, first), 0)
+    boost = call("div.Tensor", call("log.default", call("select.int", drawn, 0, 2 * _TRIALS)), rate)
+    return call("add.Tensor", call("add.Tensor", found, call("log.default", d)), boost)
+
+
+_TRIALS = 13  # none of them is taken once in 10^17 draws
+
+
+def _gamma(make: Maker, args: Arguments, shape: tuple[int, ...], dtype: str) -> Any:
+    return _cast(make, make.call("aten.exp.default", _log_gamma_draw(make, args[0], shape)), dtype)
+
+
+def _dirichlet(make: Maker, args: Arguments, shape: tuple[int, ...], dtype: str) -> Any:
+    return _cast(make, make.call("aten.softmax.int", _log_gamma_draw(make, args[0], shape), -1), dtype)
+
+
 FORMULAS: Mapping[str, Formula] = {
     "aten.rand.default": _plain("uniform"),
     "aten.rand_like.default": _plain("uniform"),
@@ -137,6 +177,8 @@ FORMULAS: Mapping[str, Formula] = {
     "aten.random.from": _integers(1, True),
     "aten.randperm.default": _permutation,
     "aten.rrelu.default": _rrelu,
+    "aten._standard_gamma.default": _gamma,
+    "aten._sample_dirichlet.default": _dirichlet,
 }
 # in-place operators write what these make
 IN_PLACE = {
@@ -153,7 +195,8 @@ DRAWING = frozenset(
     (
         torch.rand, torch.randn, torch.rand_like, torch.randn_like, torch.randint, torch.randint_like, torch.randperm,
         torch.normal, torch.bernoulli, torch.rrelu, torch.rrelu_, F.rrelu, F.gumbel_softmax, Tensor.uniform_,
-        Tensor.normal_, Tensor.bernoulli, Tensor.bernoulli_, Tensor.exponential_, Tensor.random_,
+        Tensor.normal_, Tensor.bernoulli, Tensor.bernoulli_, Tensor.exponential_, Tensor.random_, torch._standard_gamma,
+        torch._sample_dirichlet,
     )
 )  # fmt: skip
 
@@ -236,17 +279,23 @@ def lower_random_draws(graph: Graph) -> Graph:
             continue
         formula = formula_of(operation.operator)
         if formula is None:
-            raise NnscalerError(
-                "trace_failed",
-                f"{operation.operator} draws random numbers from torch's generator, which no two ranks share",
-                where=operation.where,
-                help="draw with torch.rand, randn, bernoulli, randint, ... or apply nn.Dropout outside of it",
-            )
+            raise undrawable(operation)
         args, kwargs = builder.references(operation)
         output = builder.source.tensors[operation.outputs[0] or ""]
         made = formula(_Emitter(operation, builder), numbers_of(args, kwargs), output.shape, output.dtype)
         builder.alias(output.name, made.name)
     return builder.finish()
+
+
+def undrawable(operation: Operation) -> NnscalerError:
+    """Return the error for an operation that draws what no program can."""
+    return NnscalerError(
+        "trace_failed",
+        f"{operation.operator} draws random numbers from torch's generator, which no two ranks share",
+        where=operation.where,
+        help="draw with torch.rand, randn, bernoulli, randint, ... or apply nn.Dropout outside of it; give a function "
+        "of your own the random numbers as an input",
+    )
 
 
 def draws(operation: Operation) -> bool:

@@ -236,6 +236,20 @@ def test_a_step_that_has_to_know_what_a_metric_returns_is_refused(kind: type[Mea
     assert "torchmetrics.functional" in (raised.value.help or "")
 
 
+class MakesMetric(Measures):
+    def training_step(self, batch: Tensor) -> Tensor:
+        self.log("mean", torchmetrics.MeanMetric()(self.layer(batch)))
+        return self.layer(batch).square().mean()
+
+
+def test_a_metric_that_a_step_makes_is_refused_at_its_line() -> None:
+    context = lightning.Trainer(accelerator="cpu", logger=False).precision_plugin.forward_context
+    with pytest.raises(NnscalerError, match="the step makes a MeanMetric, which is a new one in every step") as raised:
+        StepModule(MakesMetric(), context)(torch.randn(5, 3))
+    assert raised.value.where is not None and "MeanMetric()(" in (raised.value.where.text or "")
+    torchmetrics.MeanMetric()  # outside of a step as ever
+
+
 def test_a_validation_step_without_results_is_refused() -> None:
     steps = StepModule(Silent(), lightning.Trainer(accelerator="cpu", logger=False).precision_plugin.forward_context)
     with pytest.raises(NnscalerError, match="validation_step of Silent returns nothing, and logs nothing"):

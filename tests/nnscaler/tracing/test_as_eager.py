@@ -156,7 +156,7 @@ def test_what_known_values_select_has_a_known_shape(name: str) -> None:
 def test_what_data_selects_is_refused() -> None:
     class Selects(Model):
         def forward(self, x: Tensor) -> Tensor:
-            return self.proj(x)[x > 0].square().sum()
+            return self.proj(x)[x > 0].cumsum(0).square().sum()
 
     with pytest.raises(NnscalerError, match="a tensor's shape depends on data"):
         trace(Selects(), (torch.randn(4, 6),))

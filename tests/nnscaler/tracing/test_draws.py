@@ -38,6 +38,10 @@ DRAWS: dict[str, tuple[Callable[[Tensor], Tensor], float, float]] = {  # of a te
     "rrelu": (lambda x: F.rrelu(-x, 0.2, 0.4, training=True), -0.15, 0.1 * 12**-0.5),
     "randperm": (lambda x: torch.randperm(2000), 999.5, 2000 * 12**-0.5),
     "a generator": (lambda x: torch.empty_like(x).normal_(generator=None), 0, 1),
+    "gamma": (lambda x: torch.distributions.Gamma(5 * x, 4 * x).sample(), 1.25, 2.5**0.5 / 2),
+    "gamma below 1": (lambda x: torch.distributions.Gamma(x, 2 * x).sample(), 0.5, 0.5**0.5),
+    "beta": (lambda x: torch.distributions.Beta(x, x).sample(), 0.5, 8**-0.5),
+    "dirichlet": (lambda x: torch.distributions.Dirichlet(x).sample(), 1 / 50, (0.02 * 0.98 / 26) ** 0.5),
     "a distribution": (lambda x: torch.distributions.Normal(x, 2 * x).rsample(), 0.5, 1),
 }
 

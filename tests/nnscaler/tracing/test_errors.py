@@ -29,7 +29,7 @@ class WrongShape(Model):
 class SelectsByValue(Model):
     def forward(self, x: Tensor) -> Tensor:
         h = self.proj(x)
-        return h[h > 0].sum()
+        return h[h > 0].cumsum(0).sum()
 
 
 class Raises(Model):
@@ -84,7 +84,7 @@ class Packs(Model):
             "(slope,) = torch.autograd.grad(self.proj(x).tanh().sum(), x, create_graph=True)",
         ),
         (WrongShape, "reduction dim", "return self.proj(x[:, :3]).sum()"),
-        (SelectsByValue, "shape depends on data", "return h[h > 0].sum()"),
+        (SelectsByValue, "shape depends on data", "return h[h > 0].cumsum(0).sum()"),
         (
             Raises,
             "RuntimeError: no such thing$",

@@ -53,13 +53,28 @@ class Averaged(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)), labels)
 
 
+class Correlated(nn.Module):
+    """Features of the batch are to have no covariance, with and without weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.one = nn.Linear(6, 4), nn.Linear(6, 1)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        h = self.head(x)
+        agrees = torch.corrcoef(torch.stack([self.one(x)[:, 0], labels.to(x.dtype)]))[0, 1]
+        weighted = torch.cov(h.T, fweights=labels + 1, aweights=x[:, 0].abs() + 1)
+        apart = h.T.corrcoef().square().sum() + h.T.cov(correction=0).square().sum() + weighted.square().sum()
+        return apart + self.one(x)[:, 0].cov(fweights=labels + 1) - agrees
+
+
 def batch(seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(12, 6, generator=generator, dtype=torch.float64)
     return {"x": x, "labels": torch.randint(0, 3, (12,), generator=generator)}
 
 
-@pytest.mark.parametrize("kind", [Gaussian, Counted, Averaged])
+@pytest.mark.parametrize("kind", [Gaussian, Counted, Averaged, Correlated])
 def test_training_is_that_of_the_eager_model(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
     model = kind()

@@ -176,3 +176,16 @@ def test_complex_buffers_keep_their_imaginary_part() -> None:
     with exact(module):
         assert module.plain.dtype == torch.complex128
         torch.testing.assert_close(module(x.double()), expected.double(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_buffer_that_two_modules_share_stays_one() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.BatchNorm1d(6))
+    model[3].running_mean = model[1].running_mean
+    expected = copy.deepcopy(model).double()
+    expected[3].running_mean = expected[1].running_mean
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+    expected(x.double())
+    with exact(model):
+        model(x.double())
+    torch.testing.assert_close(model[1].running_mean, expected[1].running_mean)
+    assert model[3].running_mean is model[1].running_mean

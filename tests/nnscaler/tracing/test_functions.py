@@ -209,10 +209,53 @@ def test_a_registered_function_that_draws_is_named() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return gated(noisy(super().forward(x)), x).square().sum()
 
-    with pytest.raises(NnscalerError, match="the traced graph is not the model") as refused:
+    with pytest.raises(NnscalerError, match=r"tracing_test\.noisy draws random numbers") as refused:
         trace(Noisy(6, 6), (X,))
-    said = "`nnscaler verify-op` says whether tracing_test.noisy, tracing_test.gated draws random numbers"
-    assert str(refused.value.help).startswith(said)
+    assert refused.value.where is not None and "super().forward(x)" in (refused.value.where.text or "")
+
+
+class Drawn(torch.autograd.Function):
+    """It draws by an operator that has no formula, so that both sides of a self-check draw alike."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return x + torch.poisson(x.abs())
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient
+
+
+def test_a_function_of_autograd_that_draws_is_refused() -> None:
+    class Noisy(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return Drawn.apply(super().forward(x)).square().sum()  # type: ignore[no-any-return]
+
+    with pytest.raises(NnscalerError, match=r"Drawn_0\.default draws random numbers from torch's generator") as refused:
+        trace(Noisy(6, 6), (X,))
+    assert refused.value.where is not None and refused.value.where.file == __file__
+
+
+class Straight(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return torch.round(x)
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient
+
+
+straight = Straight.apply  # bound when the file is loaded, before any trace
+
+
+def test_a_function_that_was_bound_before_keeps_its_backward() -> None:
+    class Bound(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return straight(super().forward(x) * 3).sum()  # type: ignore[no-any-return]
+
+    graph = trace(Bound(6, 6), (X,)).graph  # its self-check compares gradients
+    assert [op.operator for op in graph.operations if "Straight" in op.operator]
 
 
 def test_a_function_that_reads_parameters_behind_its_arguments_is_refused() -> None:

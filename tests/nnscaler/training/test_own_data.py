@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -150,6 +151,14 @@ def test_rows_that_cannot_be_stacked(case: str) -> None:
     with pytest.raises(NnscalerError, match=f"the rows of a batch cannot be stacked: {message}") as caught:
         trained(Model(), data)
     assert caught.value.code == "bad_data" and "`collate` of [data]" in str(caught.value.help)
+
+
+def test_a_dataset_without_samples_is_told_where_it_is_made(tmp_path: Path) -> None:
+    (tmp_path / "rows.py").write_text("KEPT = []\n\n\ndef datasets():\n    return KEPT\n")
+    with pytest.raises(NnscalerError, match="the dataset, a list, has no samples") as caught:
+        Trainer(module=Model(), plan="dp=1", steps=1, data={"source": f"{tmp_path}/rows.py::datasets"}).fit()
+    where = caught.value.where
+    assert where is not None and (Path(where.file).name, where.line, where.text) == ("rows.py", 4, "def datasets():")
 
 
 def test_an_error_under_way_has_the_models_line() -> None:

@@ -126,6 +126,15 @@ def test_an_infinity_among_the_arguments_is_made_finite() -> None:
     assert small.signature.call.args[2] == -3.0 and small.other_numbers
 
 
+@pytest.mark.parametrize("given", [(), (0, 2), (6,)], ids=["by default", "a sum", "another blank"])
+def test_lengths_leave_targets_a_path(given: tuple[int, ...]) -> None:
+    """Drawn one by one, a sequence is shorter than its target, and the loss is infinite."""
+    lengths = TensorArgument(2, (24,), "int64"), TensorArgument(3, (24,), "int64")
+    args = floats(20, 24, 7), TensorArgument(1, (24, 9), "int64"), *lengths, *given
+    small = represent(stated("aten.ctc_loss.Tensor", called("aten.ctc_loss.Tensor", [()], *args)).signature, 0)
+    assert small.runner.prepare(small.inputs).whole.finite
+
+
 def test_an_operator_without_annotation_is_looked_at_as_it_is_called() -> None:
     call = called("aten.cauchy.default", [(7, 3)], floats(7, 3))
     small = represent(Signature(call, None, None, ()), 0)

@@ -17,6 +17,7 @@ from op_registry.call import Call, TensorArgument, map_leaves
 from op_registry.errors import AnnotationError
 from op_registry.samples import samples_of
 from op_registry.spec import OperatorSpec
+from op_registry.torch_schema import schema_of
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.operation_annotations import Signature
@@ -88,6 +89,27 @@ def _filled(
 
     defined = all(row.compare for row in samples_of(call.operator))  # not of `empty`
     return ConcreteCall(call, tuple(map(make, tensors)), compare=defined)
+
+
+def plain(call: Call, values: bool = True) -> str:
+    """Return the arguments of a call but for the shapes and dtypes of its tensors, and without `values` but for
+    numbers. An argument that is not given is its default."""
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, TensorArgument):
+            return ("tensor", value.index)
+        if not values and isinstance(value, int | float) and not isinstance(value, bool):
+            return "number"
+        return value
+
+    schema = schema_of(call.operator)
+    if schema is None:
+        given: dict[Any, Any] = {**dict(enumerate(call.args)), **call.kwargs}
+    else:
+        names = [argument.name for argument in schema.arguments]
+        given = {argument.name: argument.default_value for argument in schema.arguments}
+        given |= {**dict(zip(names, call.args, strict=False)), **call.kwargs}
+    return repr([(name, map_leaves(given[name], convert, tuple)) for name in sorted(given, key=str)])
 
 
 _NO_DERIVATIVE = re.compile(r"is not differentiable with respect to argument '(\w+)'")

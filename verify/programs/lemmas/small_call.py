@@ -18,7 +18,7 @@ import torch
 
 from op_registry.annotation.bind_sizes import BoundAnnotation
 from op_registry.annotation.syntax_tree import UNSPLIT
-from op_registry.call import Call, TensorArgument, map_leaves
+from op_registry.call import Call
 from op_registry.errors import AnnotationError
 from op_registry.samples import samples_of
 from op_registry.spec import OperatorSpec, Refusal
@@ -36,6 +36,7 @@ from verify.evidence.verify_op_options import OpOptions
 from verify.programs.lemmas.make_call_tensors import (
     Unrepresented,
     only_whole,
+    plain,
     with_finite_numbers,
     with_tensors_for,
     without_derivative,
@@ -97,7 +98,14 @@ def represent(signature: Signature, seed: int, large: Sequence[str] = ()) -> Rep
     if constant is None and finite is not signature and _shows_something(found := _represent(finite, seed, large)):
         return replace(found, other_numbers=True)
     assert first is not None
-    return _larger(signature, seed, large) or constant or first
+    return _larger(signature, seed, large) or constant or _sampled(signature, seed) or first
+
+
+def _sampled(signature: Signature, seed: int) -> Representative | None:
+    """Return a sample that shows something: its tensors fit each other (lengths of sequences, and of their targets)."""
+    spec, bound = signature.spec, signature.bound
+    found = None if spec is None or bound is None else _of_samples(_Attempt(spec, bound, seed), signature)
+    return found if found is not None and _shows_something(found) else None
 
 
 def call_of_sizes(signature: Signature, sizes: Mapping[str, int], seed: int) -> Representative:
@@ -154,7 +162,7 @@ def _represent(signature: Signature, seed: int, large: Sequence[str], counts: bo
     integers = any(t.dtype.startswith(("int", "uint")) for t in signature.call.tensors())
     if integers:  # of samples, they are in range, in order, whatever the operator asks
         for concrete in _samples(spec, seed):
-            same = _plain(concrete.call) == _plain(signature.call)
+            same = plain(concrete.call) == plain(signature.call)
             found = attempt.on(concrete, samples=True) if same else None
             if found is not None:
                 return found
@@ -167,12 +175,21 @@ def _represent(signature: Signature, seed: int, large: Sequence[str], counts: bo
     found = _resized_call(attempt, signature, bound, large)
     if found is not None:
         return found
-    for concrete in _samples(spec, seed):
-        same = _plain(concrete.call, values=False) == _plain(signature.call, values=False)
+    found = _of_samples(attempt, signature)
+    if found is not None:
+        return found
+    raise Unrepresented(attempt.reason or "its tensors are too large, and its sizes are not identifiers")
+
+
+def _of_samples(attempt: _Attempt, signature: Signature) -> Representative | None:
+    """Return a sample of the operator with other numbers than the call has."""
+    form = plain(signature.call, values=False)
+    for concrete in _samples(attempt.spec, attempt.seed):
+        same = plain(concrete.call, values=False) == form
         found = attempt.on(concrete, samples=True, literals=False) if same else None
         if found is not None:
             return replace(found, other_numbers=True)
-    raise Unrepresented(attempt.reason or "its tensors are too large, and its sizes are not identifiers")
+    return None
 
 
 @dataclass
@@ -292,21 +309,6 @@ def _clipped(
 def _inside(value: Any, top: int, size: int, small: int) -> Any:
     counts = isinstance(value, int) and not isinstance(value, bool) and top <= value < size
     return small - 1 if counts else value
-
-
-def _plain(call: Call, values: bool = True) -> str:
-    """Return the arguments of a call but for the shapes and dtypes of its tensors, and without `values` but for
-    numbers."""
-
-    def convert(value: Any) -> Any:
-        if isinstance(value, TensorArgument):
-            return ("tensor", value.index)
-        if not values and isinstance(value, int | float) and not isinstance(value, bool):
-            return "number"
-        return value
-
-    kwargs = {key: map_leaves(call.kwargs[key], convert, tuple) for key in sorted(call.kwargs)}
-    return repr((map_leaves(call.args, convert, tuple), kwargs))
 
 
 def _literals(bound: BoundAnnotation) -> list[int]:

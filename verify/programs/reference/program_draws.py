@@ -54,7 +54,7 @@ class Called:
     """One call of a random operator of torch.
 
     operator      of torch
-    shape         of the result
+    shape         of what it draws: that of the result, but for a distribution that takes several numbers for each
     keep          the probability of a one, where that is a number
     place         file and line of the innermost caller
     callers       the lines that led to it
@@ -143,6 +143,7 @@ class ProgramDraws(FixedDraws):
         self._draws, self._seed, self._step = draws, seed, 0
         self._position = 0
         self._known: dict[int, int] = {}  # state of torch's generator -> position
+        self._drawn: tuple[int, ...] | None = None  # by the call that is recorded
         self._last: Any = None  # of the last recorded call: kept, so that its memory is nobody else's
 
     def begin(self, step: int, draws: Sequence[Draw | None] | None = None) -> None:
@@ -166,12 +167,13 @@ class ProgramDraws(FixedDraws):
         torch.empty(()).uniform_()  # a state of its own for each call, also for those that use another generator
         numbers = numbers_of(args, kwargs or {})
         if self._draws is None:
-            shape = tuple((args[1] if name.startswith(_RRELU) else _shape_of(func, args, kwargs)).shape)
             if self._last is not None and name in IN_PLACE and args[0].data_ptr() == self._last.data_ptr():
                 self.calls[-1] = replace(self.calls[-1], overwritten=self._last.shape == args[0].shape)
             places = _user_places() or (None,)
-            self.calls.append(Called(name, shape, _keep(name, numbers), places[0], places[1:]))
+            self._drawn = None
             self._last = super().__torch_dispatch__(func, types, args, kwargs)
+            shape = tuple(self._last.shape) if self._drawn is None else self._drawn
+            self.calls.append(Called(name, shape, _keep(name, numbers), places[0], places[1:]))
             return self._last
         draw = self._draws[self._next(state)]
         if draw is None:
@@ -186,7 +188,9 @@ class ProgramDraws(FixedDraws):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _maker(self, device: torch.device) -> Now:
-        return super()._maker(device) if self._draws is None else _Named(device, self._seed, self._current, self._step)
+        if self._draws is None:
+            return _Noted(device, self)
+        return _Named(device, self._seed, self._current, self._step)
 
     def _next(self, state: int) -> int:
         assert self._draws is not None
@@ -197,6 +201,18 @@ class ProgramDraws(FixedDraws):
             raise UnmatchedDraws(f"the model draws more than {len(self._draws)} times in step {self._step}")
         self._position, self._known[state] = position + 1, position
         return position
+
+
+class _Noted(Now):
+    """Tells the shape of what it draws."""
+
+    def __init__(self, device: torch.device, told: ProgramDraws) -> None:
+        super().__init__(device)
+        self._told = told
+
+    def draw(self, kind: str, shape: Sequence[int], dtype: str) -> Tensor:
+        self._told._drawn = tuple(shape)
+        return super().draw(kind, shape, dtype)
 
 
 class _Named(Now):
@@ -211,13 +227,6 @@ class _Named(Now):
         if kind == "normal":
             return normal_of(numbers + 2.0**-54).to(dtype_of(dtype))
         return (numbers + 2.0**-54).to(dtype_of(dtype))
-
-
-def _shape_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Tensor:
-    """Return a tensor of the result's shape: for an operator in place its argument, else the result of another call."""
-    name = str(func)
-    shaped: Tensor = args[0] if name in IN_PLACE else func(*args, **(kwargs or {}))
-    return shaped
 
 
 def _keep(name: str, numbers: tuple[Any, ...]) -> float | None:

@@ -1,0 +1,277 @@
+"""Rows that a mask selects, as the model's own shapes: how many they are depends on the data, which no program's shape
+can. `(a[m] - b[m]).abs().mean()` becomes a sum over all rows, of which `m` keeps some, over their number.
+
+Rows that are not selected hold ones, so that what is computed of them is finite; nothing of them reaches a result or a
+gradient. What is no such computation stays as it is, and is refused where its shape is read.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import ExportedProgram
+
+from op_registry.registry import facts_of
+
+from nnscaler.tracing.graph_builder import storage_of
+
+aten = torch.ops.aten
+_NONE, _MEAN = 0, 1  # reductions of a loss
+_PUT = (aten.index_put_.default, aten.index_put.default)
+_COMPARISONS = (operator.ge, operator.le, operator.gt, operator.lt, operator.eq, operator.ne)
+_CHECKS = (*_COMPARISONS, aten.sym_size.int, aten._assert_scalar.default, aten._assert_tensor_metadata.default)
+_BROADCAST = aten.broadcast_tensors.default
+_LABELLED = (aten.cross_entropy_loss.default, aten.nll_loss_nd.default)
+_LAYERS = (aten.linear.default, aten.matmul.default, aten.layer_norm.default)
+_SOFTMAX = (aten.softmax.int, aten.log_softmax.int)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """`whole`: all rows; `mask`: over its first dims, those that are selected."""
+
+    whole: fx.Node
+    mask: fx.Node
+
+    @property
+    def inner(self) -> tuple[int, ...]:
+        """Return the shape of a row."""
+        return tuple(_value(self.whole).shape[_value(self.mask).dim() :])
+
+
+def keep_rows_in_place(program: ExportedProgram) -> None:
+    """Rewrite the program's graphs where masks select rows."""
+    for part in program.graph_module.modules():
+        if isinstance(part, fx.GraphModule) and any(n.target == aten.index.Tensor for n in part.graph.nodes):
+            _Rewriting(part.graph, _written(part.graph)).run()
+
+
+def _value(node: fx.Node) -> Tensor:
+    value: Tensor = node.meta["val"]
+    return value
+
+
+def _depends_on_data(value: Any) -> bool:
+    sizes = value.shape if isinstance(value, Tensor) else ()
+    return any(not isinstance(s, int) and s.node.maybe_as_int() is None for s in sizes)
+
+
+@dataclass
+class _Rewriting:
+    graph: fx.Graph
+    written: set[int]
+    rows: dict[fx.Node, _Rows] = field(default_factory=dict)
+    masks: dict[str, fx.Node] = field(default_factory=dict)  # by how they are computed
+
+    def run(self) -> None:
+        for node in list(self.graph.nodes):
+            if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+                with self.graph.inserting_before(node):
+                    self._rewrite(node, node.target)
+        broadcast = [node for node in self.graph.nodes if node.target == _BROADCAST]
+        for node in reversed(list(self.graph.nodes)):
+            if not node.users and (node in self.rows or node in broadcast or self._is_check(node)):
+                self.graph.erase_node(node)
+
+    def _is_check(self, node: fx.Node) -> bool:
+        """Return whether the node only says how many rows there may be."""
+        if node.target not in _CHECKS:
+            return False
+        return any(given in self.rows or self._is_check(given) for given in node.all_input_nodes)
+
+    def _rewrite(self, node: fx.Node, target: torch._ops.OpOverload) -> None:
+        given = [n for n in node.all_input_nodes if n in self.rows]
+        if target == aten.index.Tensor:
+            self._select(node)
+        elif target in _PUT:
+            self._put(node)
+        elif not given or len({self.rows[n].mask for n in given}) > 1 or target._schema.is_mutable:
+            return
+        elif target in (aten.sum.default, aten.mean.default) and len(node.args) == 1 and not node.kwargs:
+            self._reduce(node, self.rows[given[0]], target == aten.mean.default)
+        elif target in (aten.sum.dim_IntList, aten.mean.dim, *_SOFTMAX):
+            self._within_rows(node, self.rows[given[0]])
+        elif target in _LAYERS:
+            self._layer(node)
+        elif target in _LABELLED:
+            self._labelled(node)
+        elif target == _BROADCAST:
+            self._broadcast(node)
+        elif _is_local(target):
+            if (made := self._of_whole(node, node.args, node.kwargs)) is not None:
+                self.rows[node] = _Rows(made, self.rows[given[0]].mask)
+        elif any(argument.name == "reduction" for argument in target._schema.arguments):
+            self._loss(node, target, self.rows[given[0]].mask)
+
+    # ---- selecting and writing ----
+
+    def _select(self, node: fx.Node) -> None:
+        source, indices = node.args
+        mask = indices[0] if isinstance(indices, Sequence) and len(indices) == 1 else None
+        if not isinstance(source, fx.Node) or not isinstance(mask, fx.Node) or not _depends_on_data(node.meta["val"]):
+            return
+        if _value(mask).dtype != torch.bool or storage_of(_value(mask)) in self.written:
+            return
+        mask = self._known(mask)
+        shaped = self._over(mask, _value(source).dim())
+        filled = self._call(node, aten.where.ScalarOther, shaped, source, 1)
+        if _value(filled).dtype == _value(source).dtype:
+            self.rows[node] = _Rows(filled, mask)
+
+    def _known(self, mask: fx.Node) -> fx.Node:
+        """Return the first mask that is computed in the same way, of tensors that nobody writes."""
+        given = [n.meta["val"] for n in mask.all_input_nodes]
+        known = all(isinstance(value, Tensor) and storage_of(value) not in self.written for value in given)
+        if mask.op != "call_function" or not known:
+            return mask
+        return self.masks.setdefault(repr((mask.target, mask.args, mask.kwargs)), mask)
+
+    def _put(self, node: fx.Node) -> None:
+        target, indices, values, *rest = node.args
+        if values not in self.rows or rest or not isinstance(indices, Sequence) or len(indices) != 1:
+            return
+        if not isinstance(indices[0], fx.Node) or self._known(indices[0]) is not self.rows[values].mask:  # type: ignore[index]
+            return
+        rows = self.rows[values]  # type: ignore[index]
+        whole = self._call(node, aten.where.self, self._over(rows.mask, _value(rows.whole).dim()), rows.whole, target)
+        if _value(whole).shape != _value(target).shape or _value(whole).dtype != _value(target).dtype:  # type: ignore[arg-type]
+            return
+        if node.target == aten.index_put_.default:
+            whole = self._call(node, aten.copy_.default, target, whole)
+        node.replace_all_uses_with(whole)
+        self.graph.erase_node(node)
+
+    # ---- computing ----
+
+    def _of_whole(self, node: fx.Node, args: Any, kwargs: Any) -> fx.Node | None:
+        """Return the node's operator on whole tensors; None where their dims do not stand as those of the rows do."""
+        given = [n for n in node.all_input_nodes if n in self.rows]
+        inner = len(self.rows[given[0]].inner)
+        others = [n for n in node.all_input_nodes if n not in self.rows]
+        if any(len(self.rows[n].inner) != inner for n in given):
+            return None
+        if any(not isinstance(n.meta["val"], Tensor) or _value(n).dim() > inner for n in others):
+            return None
+        return self._call(node, node.target, *self._whole(args), **self._whole(kwargs))
+
+    def _whole(self, value: Any) -> Any:
+        return fx.map_arg(value, lambda n: self.rows[n].whole if n in self.rows else n)
+
+    def _broadcast(self, node: fx.Node) -> None:
+        """Rows of one shape are what they are."""
+        given = node.all_input_nodes
+        if all(n in self.rows for n in given) and len({_value(self.rows[n].whole).shape for n in given}) == 1:
+            members: Any = node.args[0]
+            for user in node.users:
+                if user.target == operator.getitem:
+                    self.rows[user] = self.rows[members[user.args[1]]]
+
+    def _within_rows(self, node: fx.Node, rows: _Rows) -> None:
+        """A sum or mean over dims of each row."""
+        dims, moved = node.args[1], _value(rows.mask).dim() - 1
+        listed = dims if isinstance(dims, Sequence) else [dims]
+        within = [d if d < 0 else d + moved for d in listed if isinstance(d, int)]
+        if within and len(within) == len(listed) and all(d > moved or -len(rows.inner) <= d < 0 for d in within):
+            found = within if isinstance(dims, Sequence) else within[0]
+            made = self._call(node, node.target, rows.whole, found, *node.args[2:], **node.kwargs)
+            self.rows[node] = _Rows(made, rows.mask)
+
+    def _layer(self, node: fx.Node) -> None:
+        """A layer of each row: its parameters are no rows."""
+        given, others = node.args[0], [n for n in node.all_input_nodes if n is not node.args[0]]
+        if given not in self.rows or any(n in self.rows for n in others) or node.kwargs:
+            return
+        rows = self.rows[given]  # type: ignore[index]
+        normed: Any = node.args[1] if node.target == aten.layer_norm.default else [1]
+        vectors = node.target == aten.matmul.default and any(_value(n).dim() != 2 for n in others)
+        if len(normed) <= len(rows.inner) and not vectors:
+            self.rows[node] = _Rows(self._call(node, node.target, rows.whole, *node.args[1:]), rows.mask)
+
+    def _reduce(self, node: fx.Node, rows: _Rows, mean: bool) -> None:
+        shaped = self._over(rows.mask, _value(rows.whole).dim())
+        made = self._call(node, aten.where.ScalarOther, shaped, rows.whole, 0)
+        made = self._call(node, aten.sum.default, made)
+        if mean:
+            count = self._call(node, aten.sum.default, rows.mask)
+            made = self._call(node, aten.div.Tensor, made, self._call(node, aten.mul.Tensor, count, prod(rows.inner)))
+        node.replace_all_uses_with(made)
+        self.graph.erase_node(node)
+
+    def _loss(self, node: fx.Node, target: torch._ops.OpOverload, mask: fx.Node) -> None:
+        """A loss of each element, and its sum or mean."""
+        place = [argument.name for argument in target._schema.arguments].index("reduction")
+        reduction = node.args[place] if place < len(node.args) else node.kwargs.get("reduction", _MEAN)
+        rest = node.args[place + 1 :]
+        args = [*node.args[:place], *[None] * (place - len(node.args)), _NONE, *rest]
+        kwargs = {name: value for name, value in node.kwargs.items() if name != "reduction"}
+        made = self._of_whole(node, args, kwargs)
+        given = next(n for n in node.all_input_nodes if n in self.rows)
+        if made is None or _value(made).shape != _value(self.rows[given].whole).shape:
+            return
+        rows = _Rows(made, mask)
+        if reduction == _NONE:
+            self.rows[node] = rows
+        else:
+            self._reduce(node, rows, bool(reduction == _MEAN))
+
+    def _labelled(self, node: fx.Node) -> None:
+        """Labels of rows that are not selected are such as the loss ignores."""
+        defaults: tuple[Any, ...] = (None, _MEAN, -100)
+        args: tuple[Any, ...] = (*node.args, *defaults[len(node.args) - 2 :])
+        scores, labels, weight, reduction, ignored = args[:5]
+        if scores not in self.rows or labels not in self.rows or node.kwargs or reduction == _NONE:
+            return
+        rows, target = self.rows[scores], self.rows[labels]
+        if target.inner or len(rows.inner) != 1 or _value(target.whole).is_floating_point():
+            return
+        kept = self._call(node, aten.where.ScalarOther, rows.mask, target.whole, ignored)
+        flat = self._call(node, aten.reshape.default, rows.whole, [-1, *rows.inner])
+        kept = self._call(node, aten.reshape.default, kept, [-1])
+        made = self._call(node, node.target, flat, kept, weight, reduction, ignored, *args[5:])
+        node.replace_all_uses_with(made)
+        self.graph.erase_node(node)
+
+    # ---- emitting ----
+
+    def _over(self, mask: fx.Node, dims: int) -> fx.Node:
+        shape = tuple(_value(mask).shape)
+        if len(shape) == dims:
+            return mask
+        return self._call(mask, aten.reshape.default, mask, [*shape, *[1] * (dims - len(shape))])
+
+    def _call(self, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        made = self.graph.call_function(target, args, kwargs)
+        values = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+        mode = next(v.fake_mode for v in torch.utils._pytree.tree_leaves(values) if hasattr(v, "fake_mode"))
+        assert isinstance(mode, FakeTensorMode)
+        made.meta = dict(like.meta)
+        with mode:
+            made.meta["val"] = target(*values[0], **values[1])
+        return made
+
+
+def _is_local(target: torch._ops.OpOverload) -> bool:
+    """Return whether an element of the result is made of the elements at its place."""
+    if torch.Tag.nondeterministic_seeded in target.tags:
+        return False
+    return torch.Tag.pointwise in target.tags or facts_of(str(target)).moves in ("value", "cast")
+
+
+def _written(graph: fx.Graph) -> set[int]:
+    """Return the memory that operators write into."""
+    found = set()
+    for node in graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        for place, argument in enumerate(schema.arguments if schema is not None and schema.is_mutable else ()):
+            given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                leaves = torch.utils._pytree.tree_leaves(given)
+                found |= {storage_of(_value(leaf)) for leaf in leaves if isinstance(leaf, fx.Node)}
+    return found
