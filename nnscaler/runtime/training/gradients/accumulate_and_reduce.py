@@ -24,6 +24,7 @@ from nnscaler.runtime.training.gradients.gradient_plan import (
     Slot,
     WantedGradient,
     divisions_of_leaves,
+    is_plain,
     sums_of,
     wanted,
     widened,
@@ -55,8 +56,8 @@ class Gradients:
         self._names = {getattr(s, name): d.fqn for s in stages.values() for name, d in s.parameters.items()}
         self._wanted = wanted(stages, resting, precision)
         # what is neither summed over ranks nor added up elsewhere than in `.grad` is left to autograd
-        self._plain = [leaf for leaf, one in self._wanted.items() if _is_plain(one, passes)]
-        self._moved = [one for one in self._wanted.values() if not _is_plain(one, passes)]
+        self._plain = [leaf for leaf, one in self._wanted.items() if is_plain(one, passes)]
+        self._moved = [one for one in self._wanted.values() if not is_plain(one, passes)]
         self._unused = {leaf: rest for leaf, rest in self._rest.items() if leaf not in self._wanted}
         self._sum_buckets = [(_sum_bucket(slots), slots) for slots in sums_of(self._moved)]
         self._divisions = divisions_of_leaves([one for one in self._moved if not one.at_once], 0)
@@ -379,17 +380,6 @@ class Gradients:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-
-
-def _is_plain(one: WantedGradient, passes: Mapping[int, int]) -> bool:
-    """Say if a gradient may stay where autograd leaves it. One of half precision may if a single backward makes it:
-    there is nothing to add up in float32."""
-    if one.leaf.dtype in HALF:
-        right = one.dtype == widened(one.leaf.dtype) and sum(passes.get(stage, 2) for stage in one.stages) == 1
-    else:
-        right = one.dtype == one.leaf.dtype
-    still = right and one.leaf is one.rest
-    return still and len(one.held.group) == 1 and not one.travels and not one.at_once
 
 
 def _sum_bucket(slots: Sequence[Slot]) -> SumBucket:

@@ -108,6 +108,17 @@ def widened(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in HALF else dtype
 
 
+def is_plain(one: WantedGradient, passes: Mapping[int, int]) -> bool:
+    """Say if a gradient may stay where autograd leaves it. One of half precision may if a single backward makes it:
+    there is nothing to add up in float32."""
+    if one.leaf.dtype in HALF:
+        right = one.dtype == widened(one.leaf.dtype) and sum(passes.get(stage, 2) for stage in one.stages) == 1
+    else:
+        right = one.dtype == one.leaf.dtype
+    still = right and one.leaf is one.rest
+    return still and len(one.held.group) == 1 and not one.travels and not one.at_once
+
+
 Slot = list[WantedGradient]  # local copies of one shard, whose gradients are added before they are summed over ranks
 Key = tuple[Any, ...]
 
