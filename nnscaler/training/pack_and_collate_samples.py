@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 from torch.utils.data import IterableDataset, default_collate
 
 from nnscaler.errors import NnscalerError
 from nnscaler.model_file import generators_kept
+from nnscaler.runtime.nested_values import leaves_of, map_tensors, tensors_in
 from nnscaler.runtime.tensor_bits import same_bits
 
 Collate = Callable[[list[Any]], Any]
@@ -154,12 +154,15 @@ class Collated:
             raise NnscalerError(
                 "bad_data", f"the rows of a batch cannot be stacked: {unlike}", help=_STACKED
             ) from error
-        return tree_map(_without_rows, batch, self.collate(samples * 2)) if form else batch
+        if not form:
+            return batch
+        twice = iter(tensors_in(self.collate(samples * 2)))
+        return map_tensors(batch, lambda once: _without_rows(once, next(twice)))
 
 
-def _without_rows(once: Any, twice: Any) -> Any:
+def _without_rows(once: torch.Tensor, twice: torch.Tensor) -> torch.Tensor:
     """Return what a batch of one sample has, without the row; what a batch of two does not have longer is no row."""
-    return once[:0] if isinstance(once, torch.Tensor) and once.dim() and once.shape != twice.shape else once
+    return once[:0] if once.dim() and once.shape != twice.shape else once
 
 
 def check_collate(collate: Collate, samples: list[Any]) -> None:
@@ -174,8 +177,8 @@ def check_collate(collate: Collate, samples: list[Any]) -> None:
     with generators_kept():
         try:
             batches = [collate(deepcopy(rows)) for rows in (samples, samples, samples[:half], samples[half:])]
-            whole, again = (tree_flatten_with_path(batch)[0] for batch in batches[:2])
-            parts = [tree_leaves(batch) for batch in batches[2:]]
+            whole, again = (list(leaves_of(batch)) for batch in batches[:2])
+            parts = [[leaf for _, leaf in leaves_of(batch)] for batch in batches[2:]]
         except Exception:  # noqa: BLE001 - it may want more rows than these; what it raises for a batch is told there
             return
     for number, ((path, right), (_, twice)) in enumerate(zip(whole, again, strict=True)):
@@ -187,7 +190,7 @@ def check_collate(collate: Collate, samples: list[Any]) -> None:
         joined = [sum(len(one) for one in found), *found[0].shape[1:]]
         if joined != list(right.shape) or not same_bits(torch.cat(found), right):
             differ = f"{joined}" if joined != list(right.shape) else "other values"
-            message = f"{keystr(path)} is {list(right.shape)} of {len(samples)} rows, and {differ}"
+            message = f"{path} is {list(right.shape)} of {len(samples)} rows, and {differ}"
             raise NnscalerError(
                 "bad_data",
                 "`collate` makes another batch of all rows than of those of two data parts, which are joined along dim "
@@ -200,7 +203,7 @@ def _unlike(samples: list[Any]) -> str:
     """Say in what samples are not alike that cannot be stacked; "" where that is not seen."""
     known: dict[str, str] = {}
     for number, sample in enumerate(samples):
-        leaves = {keystr(path): leaf for path, leaf in tree_flatten_with_path(sample)[0]}
+        leaves = dict(leaves_of(sample))
         for path, leaf in leaves.items():
             kind = f"of shape {list(leaf.shape)}" if hasattr(leaf, "shape") else type(leaf).__name__
             if known.setdefault(path, kind) != kind or leaf is None:

@@ -21,11 +21,11 @@ from typing import Any, Literal
 import torch
 import torch.distributed
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.communication.join_process_group import ProcessPlace, choose_device, join, leave, torchrun_place
+from nnscaler.runtime.nested_values import tensors_in
 from nnscaler.runtime.training.saving.checkpoint import check_writable
 from nnscaler.training.build_from_settings import (
     Parts,
@@ -373,7 +373,7 @@ class Trainer:
             float(self.optimizer.param_groups[0]["lr"]),
             norm,
             seconds,
-            sum(tree_leaves(batch)[0].numel() for batch in group) * self.engine.data_part.count,
+            sum(tensors_in(batch)[0].numel() for batch in group) * self.engine.data_part.count,
             utilisation,
             memory_in_use(self.engine.device),
         )

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from nnscaler.errors import NnscalerError
+from nnscaler.runtime.nested_values import map_tensors, tensors_in
 from nnscaler.runtime.tensor_difference import is_finite
 from nnscaler.tracing.export.module_copies import copied_with_hooks
 from nnscaler.tracing.export.user_source_locations import model_errors
@@ -61,37 +62,18 @@ def computing_in(model: nn.Module | None, dtype: torch.dtype, dropout: bool = Fa
 # The batch: its rows are dim 0 of most of its tensors.
 
 
-def tensors_of(batch: Batch) -> list[Tensor]:
-    """Return the tensors of a batch in the order in which they stand."""
-    found: list[Tensor] = []
-    map_batch(batch, found.append)
-    return found
-
-
-def map_batch(batch: Batch, function: Callable[[Tensor], Any]) -> Batch:
-    """Return the batch with `function` of each tensor in its place."""
-    if isinstance(batch, Tensor):
-        return function(batch)
-    if isinstance(batch, Mapping):
-        return {key: map_batch(value, function) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(map_batch(value, function) for value in batch))
-    if isinstance(batch, tuple | list):
-        return type(batch)(map_batch(value, function) for value in batch)
-    return batch
-
-
 def row_count(batch: Batch) -> int:
     """Return the rows of a batch: the size of dim 0 that most of its tensors have; of several, that of the first."""
-    sizes = [len(t) for t in tensors_of(batch) if t.dim() and len(t) != 1]
-    return max(dict.fromkeys(sizes), key=sizes.count) if sizes else int(any(t.dim() for t in tensors_of(batch)))
+    tensors = tensors_in(batch)
+    sizes = [len(t) for t in tensors if t.dim() and len(t) != 1]
+    return max(dict.fromkeys(sizes), key=sizes.count) if sizes else int(any(t.dim() for t in tensors))
 
 
 def batch_of_step(batch: Batch, step: int) -> Batch:
     """Return the batch of a step: its rows in another order, so that data parts and micro-batches have other rows in
     each step, and what a program keeps of its first batch shows."""
     rows = row_count(batch)
-    return map_batch(batch, lambda t: t.roll(step, 0) if step and t.dim() and len(t) == rows else t)
+    return map_tensors(batch, lambda t: t.roll(step, 0) if step and t.dim() and len(t) == rows else t)
 
 
 def part_of(batch: Batch, index: int, parts: int) -> Batch:
@@ -100,12 +82,12 @@ def part_of(batch: Batch, index: int, parts: int) -> Batch:
         return batch
     rows = row_count(batch)
     size = rows // parts
-    return map_batch(batch, lambda t: t[index * size : (index + 1) * size] if t.dim() and len(t) == rows else t)
+    return map_tensors(batch, lambda t: t[index * size : (index + 1) * size] if t.dim() and len(t) == rows else t)
 
 
 def copied(batch: Batch, dtype: torch.dtype) -> Batch:
     """Return a copy in which floating-point and complex tensors have the dtype of the run."""
-    return map_batch(batch, lambda t: t.to(exact_dtype(t.dtype, dtype), copy=True))
+    return map_tensors(batch, lambda t: t.to(exact_dtype(t.dtype, dtype), copy=True), anew=True)
 
 
 def data_part(program: ExternalProgram, coordinate: Mapping[str, int]) -> tuple[int, int]:
@@ -289,7 +271,7 @@ def _part_loss(
             raise
         with _told():  # it may be that the model does not run at all
             step_of(copied_with_hooks(model), copied(whole, dtype))
-        cut = [tuple(a.shape) for a, b in zip(tensors_of(whole), tensors_of(rows), strict=True) if a.shape != b.shape]
+        cut = [tuple(a.shape) for a, b in zip(tensors_in(whole), tensors_in(rows), strict=True) if a.shape != b.shape]
         shapes = ", ".join(map(str, cut))
         help = (
             f"tensors of the shapes {shapes} were cut along dim 0 into {part[1]} parts, for there are {cut[0][0]} "

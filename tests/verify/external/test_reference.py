@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import UserDict
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from tests.verify.external import programs
 from tests.verify.external.programs import program
 from tests.verify.test_masks_and_counters import FILLS, SEEN
 from verify.external.differential_run import ExternalSettings
+from verify.external.proof import prove_external
 from verify.external.verify import verify_program
 from verify.results.report import Report
 from verify.results.verdict import Verdict
@@ -180,3 +182,30 @@ def test_hooks_of_the_plain_model_are_part_of_it() -> None:
     (lost,) = _verified(Hooked, programs.fully_sharded).findings  # new parameters have no hooks
     assert (lost.code, lost.counter_example["factor"]) == ("gradient_differs", "0.5")
     assert "up.weight" in lost.message
+
+
+@dataclass(frozen=True)
+class Rows:
+    x: Tensor
+    y: Tensor
+
+
+def _rows_of(kind: Any) -> dict[str, Any]:
+    """Return how a program has its batch in a container of this kind."""
+    x, y = programs.batch()
+
+    def step(model: Any, batch: Any) -> Tensor:
+        return model(batch.x, batch.y) if kind is Rows else model(batch["x"], batch["y"])
+
+    return {"batch": lambda: kind(x=x, y=y), "step": step}
+
+
+@pytest.mark.parametrize("kind", [UserDict, Rows])
+@pytest.mark.parametrize("way", only(("proof",), ("proof", "run")))
+def test_rows_in_any_container_are_divided(kind: Any, way: str) -> None:
+    """The proof had each rank see a whole batch of these, and the run refused the 0 rows of a dataclass."""
+    found = []
+    for parallelize in (programs.replicated, programs.unreduced):
+        one = replace(program(parallelize, dp=2), **_rows_of(kind))
+        found.append(prove_external(one) if way == "proof" else verify_program(one, ONE_STEP))
+    assert found[0].verdict.passes and found[1].verdict is Verdict.REFUTED

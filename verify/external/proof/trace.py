@@ -25,10 +25,10 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import keystr, tree_map_with_path
 
 from nnscaler.layout import Axis
 from nnscaler.layout import DeviceMesh as Ranks
+from nnscaler.runtime.nested_values import leaves_of, map_tensors
 from nnscaler.runtime.start_autograd import start_autograd
 from verify.evidence.dimension_types.trace import written
 from verify.evidence.operator_trace import arguments_of
@@ -243,17 +243,15 @@ def _part(batch: Any, mode: FakeTensorMode, program: ExternalProgram, places: Ma
 
     rows = row_count(batch)
 
-    def part(path: Any, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
+    def part(value: Tensor) -> Tensor:
         fake = value if _is_fake(value, mode) else mode.from_tensor(value)
         if parts == 1 or fake.ndim == 0 or fake.shape[0] != rows:
             return fake
         if rows % parts:
-            raise NotTraced(f"the {rows} rows of {keystr(path)} do not divide into {parts} parts")
+            raise NotTraced(f"the {rows} rows of `batch()` do not divide into {parts} parts")
         return fake[index * (rows // parts) : (index + 1) * (rows // parts)].clone()
 
-    return tree_map_with_path(part, batch)
+    return map_tensors(batch, part)
 
 
 def _is_fake(value: Tensor, mode: FakeTensorMode) -> bool:
@@ -286,8 +284,9 @@ def _traced(
 ) -> RankGraph:
     recorder = GraphRecorder()
     inputs = {}
-    for path, tensor in _leaves(batch):
-        inputs[path] = recorder.given(tensor, f"batch {path}")
+    for path, leaf in leaves_of(batch):
+        if isinstance(leaf, Tensor):
+            inputs[path] = recorder.given(leaf, f"batch {path}")
     stored = {name: _held(recorder, tensor, spans, f"stored {name}") for name, tensor in state_of(runs)}
     with ExitStack() as stack:
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
@@ -322,12 +321,6 @@ def _is_group(name: str) -> bool:
     except (RuntimeError, ValueError, KeyError):
         return False
     return True
-
-
-def _leaves(batch: Any) -> Iterator[tuple[str, Tensor]]:
-    found: list[tuple[str, Tensor]] = []
-    tree_map_with_path(lambda path, v: found.append((keystr(path), v)) if isinstance(v, Tensor) else None, batch)
-    return iter(found)
 
 
 def canonical_name(name: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from nnscaler.runtime.nested_values import map_tensors, tensors_in
 from nnscaler.runtime.tensor_difference import FLOAT64_BOUND, difference, is_whole
 from nnscaler.tracing.float64_run import without_drop
 from verify.external.parameter_mapping import local_value
@@ -48,8 +48,7 @@ def exchanged(value: Any, kind: str, take: Take) -> Any:
 
     Where nothing is replaced, the value itself is returned.
     """
-    found: list[Tensor] = []
-    _mapped(value, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
+    found = [tensor for tensor in tensors_in(value) if is_data(tensor)]
     if not found:
         return value
     local = tuple(local_value(tensor) for tensor in found)
@@ -57,34 +56,12 @@ def exchanged(value: Any, kind: str, take: Take) -> Any:
     if all(one is other for one, other in zip(taken, local, strict=True)):
         return value
     made = iter([_like(new, old) for new, old in zip(taken, found, strict=True)])
-    return _mapped(value, lambda tensor: next(made))
+    return map_tensors(value, lambda tensor: next(made) if is_data(tensor) else tensor)
 
 
 def _like(value: Tensor, old: Tensor) -> Tensor:
     if isinstance(old, DTensor):
         return DTensor.from_local(value, old.device_mesh, old.placements, run_check=False)
-    return value
-
-
-def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Return the value with `function` of each tensor of data in its place."""
-    if isinstance(value, Tensor):
-        return function(value) if is_data(value) else value
-    if isinstance(value, Mapping):
-        items = {key: _mapped(item, function) for key, item in value.items()}
-        if all(items[key] is value[key] for key in items):
-            return value
-        if type(value) is dict:
-            return items
-        made: Any = copy.copy(value)  # a batch of a library: a mapping with methods
-        for key, item in items.items():
-            made[key] = item
-        return made
-    if isinstance(value, tuple | list):
-        parts = [_mapped(item, function) for item in value]
-        if all(one is other for one, other in zip(parts, value, strict=True)):
-            return value
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return value
 
 
