@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.utils.parametrizations import weight_norm
 
 from nnscaler.errors import NnscalerError
 from tests.sampling import only
@@ -209,3 +211,29 @@ def test_rows_in_any_container_are_divided(kind: Any, way: str) -> None:
         one = replace(program(parallelize, dp=2), **_rows_of(kind))
         found.append(prove_external(one) if way == "proof" else verify_program(one, ONE_STEP))
     assert found[0].verdict.passes and found[1].verdict is Verdict.REFUTED
+
+
+class Normed(programs.Net):
+    """Its `up` is parametrised by two tensors of one name, `original0` and `original1`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = weight_norm(nn.Linear(6, 8))
+
+
+@pytest.mark.parametrize("skipped", only((1,), (0, 1)))
+def test_the_tensors_of_one_parametrisation_stay_several(skipped: int) -> None:
+    """The proof had one name for both, and so proved no program with weight norm."""
+
+    def averaged(but: str) -> Any:
+        def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
+            group = mesh.get_group("dp")
+            for name, parameter in model.named_parameters():
+                if not name.endswith(but):
+                    parameter.register_hook(lambda gradient: collectives.all_reduce(gradient, "avg", group))
+
+        return parallelize
+
+    right, wrong = (prove_external(program(averaged(but), model=Normed, dp=2)) for but in ("*", f"original{skipped}"))
+    assert right.verdict.passes, right.findings
+    assert wrong.verdict is Verdict.REFUTED and f"`up.weight.original{skipped}`" in (wrong.reason or "")
