@@ -27,6 +27,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.utils.rnn import PackedSequence
 
 from nnscaler.errors import NnscalerError, SourceLocation
+from nnscaler.is_user_file import OURS
 from nnscaler.runtime.start_autograd import start_autograd
 from nnscaler.runtime.training.autocast import AutocastUnknown
 from nnscaler.tracing.export.compute_constant_values import KnownValues
@@ -35,7 +36,7 @@ from nnscaler.tracing.export.exportable_calls import exportable_calls
 from nnscaler.tracing.export.loss_module import LossModule
 from nnscaler.tracing.export.mutated_attributes_and_draws import attributes_kept, buffers_written, draws_kept
 from nnscaler.tracing.export.recompute_regions import checkpoints_marked
-from nnscaler.tracing.export.user_source_locations import OURS, TORCH, is_library, location_of_exception
+from nnscaler.tracing.export.user_source_locations import TORCH, is_library, location_of_exception
 from nnscaler.tracing.export.vmaps import vmaps_expanded
 from nnscaler.tracing.float64_run import as_written
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from nnscaler.is_user_file import OURS, beside
 from nnscaler.runtime.nested_values import map_tensors, tensors_in
 from nnscaler.runtime.tensor_difference import FLOAT64_BOUND, difference, is_whole
 from nnscaler.tracing.float64_run import without_drop
@@ -28,7 +28,8 @@ _NORMS = frozenset(
     ("norm", "linalg_norm", "linalg_vector_norm", "_foreach_norm", "square", "pow", "__pow__", "dot", "sum", "max",
      "amax", "clamp", "clamp_", "clip", "clip_", "_foreach_clamp_max_", "_foreach_clamp_min_")
 )  # fmt: skip
-_OTHERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))  # code that is no script's
+# code that is no script's
+_TORCH, _VERIFY = beside(torch.__file__), next(ours for ours in OURS if __file__.startswith(ours))
 # of numbers; torch.randperm draws an order in which data are taken, and is no row of them
 _ENTROPIES = (nn.functional.cross_entropy, nn.functional.nll_loss)
 _DRAWS: frozenset[Any] = frozenset(
@@ -130,10 +131,10 @@ class ScriptMode(TorchFunctionMode):
     ) -> None:
         """Note what the script makes of gradients that it reads, in its hooks too, and whether it measures them, by
         functions of torch as well."""
-        script = not caller.startswith(_OTHERS)
+        script = not caller.startswith((_TORCH, _VERIFY))
         if getattr(func, "__self__", None) is Tensor.grad:
             self._gradients |= {_storage(made)} if script and isinstance(made, Tensor) else set()
-        elif caller.startswith(_OTHERS[1]) or not (script or self._own()):
+        elif caller.startswith(_VERIFY) or not (script or self._own()):
             return
         elif any(isinstance(value, Tensor) and self._of_gradients(value) for value in _values(given, named)):
             self.measured |= func.__name__ in _NORMS
@@ -150,7 +151,7 @@ class ScriptMode(TorchFunctionMode):
         """Note the number that a function reads from data, or what it makes of tensors that a model had a part in."""
         tensors = [value for value in _values(given, named) if isinstance(value, Tensor)]
         if not any(t.requires_grad or hasattr(t, _OF_MODEL) or hasattr(t, _OF_GRADIENTS) for t in tensors):
-            reads = func in _READS and tensors[0].numel() == 1 and not caller.startswith(_OTHERS)
+            reads = func in _READS and tensors[0].numel() == 1 and not caller.startswith((_TORCH, _VERIFY))
             if reads and self._outside():
                 self.numbers.append(float(made[0] if isinstance(made, list) else made))
             return
