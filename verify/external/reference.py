@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.nested_values import map_tensors, tensors_in
-from nnscaler.runtime.tensor_difference import is_finite
 from nnscaler.tracing.export.module_copies import copied_with_hooks
 from nnscaler.tracing.export.user_source_locations import model_errors
 from nnscaler.tracing.float64_run import convert_floats, exact, exact_dtype, run_backward, without_dropout
@@ -23,6 +22,7 @@ from verify.external.program import Batch, ExternalProgram
 from verify.external.torchrun.cuda_on_cpu import OnCpu
 from verify.programs.reference.eager import (
     choose_learning_rate,
+    first_not_finite,
     logical_state,
     randomise_parameters,
     settle_gradients,
@@ -196,7 +196,8 @@ def run_reference(
             loss = _backward(program, step_of, model, whole, dtype)
             gradients = space.flat({n: p.grad for n, p in model.named_parameters(remove_duplicate=False)})
             if dtype == torch.float64:  # a narrower one may overflow where the program does as well
-                _check_finite(program, number, loss, model)
+                gradients_of = ((f"the gradient of {n}", p.grad) for n, p in model.named_parameters())
+                _check_finite(program, number, [("the loss", loss), *gradients_of])
             if optimizer is None:
                 learning_rate = learning_rate or choose_learning_rate(model)
                 optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=learning_rate)
@@ -204,6 +205,9 @@ def run_reference(
             if program.max_norm is not None:
                 norm = _clip(list(model.parameters()), program.max_norm, program.added_to_norm)
             optimizer.step()
+            if dtype == torch.float64:
+                updated = ((f"the updated {n}", p) for n, p in model.named_parameters() if p.requires_grad)
+                _check_finite(program, number, updated)
             state = {name: tensor for name, tensor, _ in state_of(model)}
             of_parts = tuple(tuple(map(space.flat, left)) for left in statistics)
             rows.append(ReferenceStep(loss, losses, gradients, space.flat(state), norm, of_parts))
@@ -320,15 +324,14 @@ def finish_backward(loss: Any, parameters: Iterable[nn.Parameter]) -> None:
         run_backward(loss, torch.ones_like(loss))
 
 
-def _check_finite(program: ExternalProgram, number: int, loss: Tensor, model: nn.Module) -> None:
-    """Check that a step of the plain model gives numbers. Raises NnscalerError `reference_not_finite`."""
-    wrong = [n for n, p in model.named_parameters() if p.grad is not None and not is_finite(p.grad)]
-    if bool(torch.isfinite(loss)) and not wrong:
-        return
-    named = f"the gradient of {wrong[0]}" if wrong and bool(torch.isfinite(loss)) else "the loss"
-    message = f"{named} of the plain model of {program.name} is not finite in step {number}: nothing can be compared"
-    where = program.batch_where or program.where
-    raise NnscalerError("reference_not_finite", message, where, help="choose another `batch()`")
+def _check_finite(program: ExternalProgram, number: int, named: Iterable[tuple[str, Tensor | None]]) -> None:
+    """Check that a step of the plain model gives numbers: NaN would equal any other. Raises NnscalerError
+    `reference_not_finite`."""
+    name = first_not_finite(named)
+    if name is not None:
+        message = f"{name} of the plain model of {program.name} is not finite in step {number}: nothing can be compared"
+        where = program.batch_where or program.where
+        raise NnscalerError("reference_not_finite", message, where, help="choose another `batch()`, or optimizer")
 
 
 def _scalar(loss: Any) -> Tensor:

@@ -237,3 +237,21 @@ def test_the_tensors_of_one_parametrisation_stay_several(skipped: int) -> None:
     right, wrong = (prove_external(program(averaged(but), model=Normed, dp=2)) for but in ("*", f"original{skipped}"))
     assert right.verdict.passes, right.findings
     assert wrong.verdict is Verdict.REFUTED and f"`up.weight.original{skipped}`" in (wrong.reason or "")
+
+
+class Idle(programs.Net):
+    """Its `idle` has a gradient of zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x, y) + 0 * self.idle.sum()
+
+
+def test_an_update_that_is_no_number_decides_nothing() -> None:
+    """NaN after the last step equalled that of any program."""
+    with pytest.raises(NnscalerError, match=r"the updated idle of the plain model .* is not finite in step 0") as error:
+        _verified(Idle, optimizer=lambda made: torch.optim.Adam(made.parameters(), lr=0.01, eps=0.0))
+    assert error.value.code == "reference_not_finite"
