@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nnscaler.runtime.tensor_bits import distance_of_copies, same_bits
-from nnscaler.runtime.tensor_difference import FLOAT64_BOUND, difference, is_finite
+from nnscaler.runtime.tensor_difference import FLOAT64_BOUND, difference, is_finite, is_whole
 from verify.external.comparison.compare import compare
 from verify.external.comparison.comparison_records import ComparisonResult, Difference, PartGradients, ProgramRun
 from verify.external.comparison.findings import findings
@@ -225,7 +225,7 @@ def _noise(runner: ScriptRunner, material: Material, double: bool, way: Way, tru
     unknown: list[str] = []
     for draw in range(DRAWS):
         start = {
-            name: moved(value, value.dtype, generator) if value.is_floating_point() else value
+            name: value if is_whole(value) else moved(value, value.dtype, generator)
             for name, value in material.start.items()
         }
         for seed in (draw, None):  # a script may not run under what takes its sums in another order
