@@ -48,7 +48,7 @@ class CallInputs:
             dims, dtype = self.kinds[wanted.name]
             if given.dim() != dims:
                 raise self._differs(f"was compiled for {path} of {dims} dims, and was given {list(given.shape)}")
-            if given.is_floating_point() != dtype.is_floating_point:
+            if (given.is_floating_point(), given.is_complex()) != (dtype.is_floating_point, dtype.is_complex):
                 raise self._differs(f"was compiled for {path} of {dtype}, and was given {given.dtype}")
             found[wanted.name] = given
             return

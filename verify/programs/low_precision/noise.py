@@ -63,7 +63,7 @@ def rounded_sample(sample: SampleInputs, dtype: torch.dtype) -> SampleInputs:
 
 
 def moved_model(model: nn.Module, dtype: torch.dtype, generator: torch.Generator) -> nn.Module:
-    """Return a copy in which every number of every parameter that rounds moves by -1, 0 or +1 unit in the last place."""
+    """Return a copy in which every number of parameters that round moves by -1, 0 or +1 unit in the last place."""
     result = copied_with_hooks(model)
     with torch.no_grad():
         for parameter in result.parameters():  # each object once, so tied ones once
