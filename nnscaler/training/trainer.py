@@ -22,6 +22,7 @@ import torch
 import torch.distributed
 from torch import nn
 
+from nnscaler.error_text import in_one_line
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.communication.join_process_group import ProcessPlace, choose_device, join, leave, torchrun_place
@@ -395,6 +396,5 @@ def _joined(place: ProcessPlace | None, device: str) -> bool:
     except ProgramError as error:
         raise NnscalerError("wrong_ranks", str(error)) from error
     except RuntimeError as error:  # of torch.distributed: a rank that does not come, say
-        first = str(error).splitlines()[0]
-        raise NnscalerError("rank_lost", f"rank {place.rank} cannot join the others: {first}") from error
+        raise NnscalerError("rank_lost", f"rank {place.rank} cannot join the others: {in_one_line(error)}") from error
     return True

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nnscaler.error_text import in_one_line
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.nested_values import map_tensors, tensors_in
 from nnscaler.runtime.tensor_difference import difference
@@ -140,7 +141,7 @@ class _Plain:
         try:
             return run_reference(self.program, self.model, batch, steps=1, dtype=torch.float64, learning_rate=rate)
         except Exception as error:  # noqa: BLE001 - whatever the model raises on rows without labels
-            return error.message if isinstance(error, NnscalerError) else str(error).partition("\n")[0]
+            return error.message if isinstance(error, NnscalerError) else in_one_line(error)
 
     def differs_from_mean_of_parts(self, truth: PlainReference) -> bool:
         """Return whether the gradient of the whole batch is another one than the mean over the parts."""

@@ -72,6 +72,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+from nnscaler.error_text import first_line
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation_annotations import Signature
@@ -293,7 +294,7 @@ def _refused(subject: PlanningCache, c: Configuration) -> str | None:
     try:
         follow_batch(subject.graph, subject.signatures, Plan(mesh, (), c.micro_batches), mesh)
     except NnscalerError as error:
-        return str(error).splitlines()[0]
+        return first_line(error)
     return None
 
 

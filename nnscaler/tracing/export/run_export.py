@@ -26,6 +26,7 @@ from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.utils.rnn import PackedSequence
 
+from nnscaler.error_text import in_one_line
 from nnscaler.errors import NnscalerError, SourceLocation
 from nnscaler.is_user_file import OURS
 from nnscaler.runtime.start_autograd import start_autograd
@@ -320,7 +321,7 @@ def _draft(module: LossModule, tensors: tuple[Tensor, ...], first: Exception, he
 
 
 def _trace_failed(error: BaseException, help_text: str) -> NnscalerError:
-    told = f"torch.export cannot trace the model: {_first_line(error)}"
+    told = f"torch.export cannot trace the model: {in_one_line(error, 300)}"
     if _packs(error):
         told, help_text = _PACKED, _HELP_PACKED
     return NnscalerError(
@@ -335,12 +336,6 @@ def _packs(error: BaseException) -> bool:
     """Return whether what failed is a call with a packed sequence, whose sizes are numbers in its data."""
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     return any(isinstance(value, PackedSequence) for frame in frames for value in frame.f_locals.values())
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = lines[0] if lines else ""
-    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ import torch
 
 from op_registry.spec import SourceLocation
 
+from nnscaler.error_text import in_one_line
 from nnscaler.errors import NnscalerError
 from nnscaler.is_user_file import OURS, beside, is_installed
 
@@ -75,8 +76,7 @@ def model_errors(message: str, *pass_through: type[Exception]) -> Iterator[None]
     except Exception as error:
         if isinstance(error, (NnscalerError, *pass_through)):
             raise
-        first = (str(error).strip().splitlines() or [""])[0]
-        told = f"{message}: {type(error).__name__}: {first[:300]}"
+        told = f"{message}: {in_one_line(error, 300)}"
         raise NnscalerError("model_raised", told, location_of_exception(error)) from error
 
 

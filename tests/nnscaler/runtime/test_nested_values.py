@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.nested_values import leaves_of, map_tensors, tensors_in
 from nnscaler.tracing.sample_inputs import BatchConstants, flatten_inputs
+from nnscaler.training.model_part.call_inputs import call_inputs
 from nnscaler.training.pack_and_collate_samples import Collated
 
 Named = namedtuple("Named", "x scale")
@@ -131,3 +132,12 @@ def test_a_part_without_rows_has_none_in_any_container(kind: Callable[..., Any])
     collated = Collated(lambda samples: kind(x=torch.stack(samples)))
     (rows,) = tensors_in(collated(([torch.ones(3)], True)))
     assert rows.shape == (0, 3)
+
+
+def test_whole_numbers_do_not_stand_for_complex_ones() -> None:
+    """Neither is floating, and one was taken for the other."""
+    ids = torch.arange(4)
+    form = call_inputs(nn.Identity(), flatten_inputs(nn.Identity(), (ids,)))
+    assert form.named((ids.int(),), {})["input"].dtype == torch.int32
+    with pytest.raises(NnscalerError, match=r"of torch\.int64, and was given torch\.complex64"):
+        form.named((ids + 0j,), {})

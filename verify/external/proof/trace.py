@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nnscaler.error_text import in_one_line
 from nnscaler.layout import Axis
 from nnscaler.layout import DeviceMesh as Ranks
 from nnscaler.runtime.nested_values import leaves_of, map_tensors
@@ -172,8 +173,7 @@ def _attempt(what: str, call: Callable[[], Any]) -> Any:
     except NotTraced:
         raise
     except Exception as error:
-        message = str(error).strip().partition("\n")[0]
-        raise NotTraced(f"{what} raises {type(error).__name__} on fake tensors: {message}") from error
+        raise NotTraced(f"{what} raises on fake tensors: {in_one_line(error)}") from error
 
 
 _OF_DDP = frozenset(  # arguments that do not change what its reducer computes

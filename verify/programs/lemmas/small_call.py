@@ -23,6 +23,7 @@ from op_registry.errors import AnnotationError
 from op_registry.samples import samples_of
 from op_registry.spec import OperatorSpec, Refusal
 
+from nnscaler.error_text import first_line
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.operation_annotations import Signature
 from verify.evidence.dimension_types.symbolic_call import resized
@@ -200,7 +201,7 @@ class _Attempt:
         try:
             runner, inputs, signature = self.run(concrete)
         except (WholeRaised, AnnotationError, NnscalerError, Refusal) as error:
-            self.reason = self.reason or (str(error).splitlines() or [""])[0]
+            self.reason = self.reason or first_line(error)
             return None
         problem = self.other_form(signature, literals)
         assert signature.bound is not None

@@ -14,8 +14,6 @@ import verify
 from nnscaler.codegen.program import Program
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.communication.communicator import Communicator
-from nnscaler.tracing.sample_inputs import flatten_inputs
-from nnscaler.training.model_part.call_inputs import call_inputs
 from nnscaler.training.model_part.engine import PartEngine
 from nnscaler.training.model_part.module import Part
 from nnscaler.training.model_part.program import compile_part
@@ -355,14 +353,6 @@ def test_calls_of_another_form_are_refused() -> None:
     good = {"x": x, "shift": (shift,)}
     refused(lambda: two(good, scale=0.25), "inputs_differ", "compiled for `scale` = 0.5, and was given 0.25")
     assert two(good, 0.5)["y"].shape == x.shape
-
-
-def test_whole_numbers_do_not_stand_for_complex_ones() -> None:
-    """Neither is floating, and one was taken for the other."""
-    ids = torch.arange(4)
-    form = call_inputs(nn.Identity(), flatten_inputs(nn.Identity(), (ids,)))
-    assert form.named((ids.int(),), {})["input"].dtype == torch.int32
-    refused(lambda: form.named((ids + 0j,), {}), "inputs_differ", "of torch.int64, and was given torch.complex64")
 
 
 def test_gradients_that_the_part_does_not_give_are_refused() -> None:
