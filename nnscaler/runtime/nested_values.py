@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def items_of(value: Any) -> dict[Any, Any] | None:
@@ -22,7 +22,7 @@ def items_of(value: Any) -> dict[Any, Any] | None:
         return dict(zip(value._fields, value, strict=True))
     if isinstance(value, tuple | list):
         return dict(enumerate(value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type | nn.Module):
         return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
     return None
 

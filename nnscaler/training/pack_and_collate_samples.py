@@ -156,8 +156,12 @@ class Collated:
             ) from error
         if not form:
             return batch
-        twice = iter(tensors_in(self.collate(samples * 2)))
-        return map_tensors(batch, lambda once: _without_rows(once, next(twice)))
+        tensors, twice = (tensors_in(rows) for rows in (batch, self.collate(samples * 2)))
+        if len(tensors) != len(twice):
+            message = f"`collate` makes {len(tensors)} tensors of one row and {len(twice)} of two: a part without rows"
+            raise NnscalerError("bad_data", f"{message} has none to leave out", help=_BY_ROWS)
+        other = iter(twice)
+        return map_tensors(batch, lambda once: _without_rows(once, next(other)))
 
 
 def _without_rows(once: torch.Tensor, twice: torch.Tensor) -> torch.Tensor:
@@ -177,15 +181,16 @@ def check_collate(collate: Collate, samples: list[Any]) -> None:
     with generators_kept():
         try:
             batches = [collate(deepcopy(rows)) for rows in (samples, samples, samples[:half], samples[half:])]
-            whole, again = (list(leaves_of(batch)) for batch in batches[:2])
-            parts = [[leaf for _, leaf in leaves_of(batch)] for batch in batches[2:]]
+            whole, again, *parts = (_tensors_by_place(batch) for batch in batches)
         except Exception:  # noqa: BLE001 - it may want more rows than these; what it raises for a batch is told there
             return
-    for number, ((path, right), (_, twice)) in enumerate(zip(whole, again, strict=True)):
-        found = [part[number] for part in parts]
-        if not isinstance(right, torch.Tensor) or all(one.shape == right.shape for one in found):
+    for path, right in whole.items():
+        if not all(path in batch for batch in (again, *parts)):
+            continue  # a list of rows, which the engine refuses
+        found = [part[path] for part in parts]
+        if all(one.shape == right.shape for one in found):
             continue  # no rows
-        if not same_bits(right, twice) or len({one.shape[1:] for one in found}) > 1:  # it draws, or pads
+        if not same_bits(right, again[path]) or len({one.shape[1:] for one in found}) > 1:  # it draws, or pads
             continue
         joined = [sum(len(one) for one in found), *found[0].shape[1:]]
         if joined != list(right.shape) or not same_bits(torch.cat(found), right):
@@ -197,6 +202,10 @@ def check_collate(collate: Collate, samples: list[Any]) -> None:
                 f"0: {message} where they are joined",
                 help=_BY_ROWS,
             )
+
+
+def _tensors_by_place(batch: Any) -> dict[str, torch.Tensor]:
+    return {path: leaf for path, leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor)}
 
 
 def _unlike(samples: list[Any]) -> str:

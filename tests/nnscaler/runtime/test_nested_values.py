@@ -17,7 +17,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.runtime.nested_values import leaves_of, map_tensors, tensors_in
 from nnscaler.tracing.sample_inputs import BatchConstants, flatten_inputs
 from nnscaler.training.model_part.call_inputs import call_inputs
-from nnscaler.training.pack_and_collate_samples import Collated
+from nnscaler.training.pack_and_collate_samples import Collated, check_collate
 
 Named = namedtuple("Named", "x scale")
 
@@ -141,3 +141,21 @@ def test_whole_numbers_do_not_stand_for_complex_ones() -> None:
     assert form.named((ids.int(),), {})["input"].dtype == torch.int32
     with pytest.raises(NnscalerError, match=r"of torch\.int64, and was given torch\.complex64"):
         form.named((ids + 0j,), {})
+
+
+def test_rows_that_a_batch_lists_one_by_one_cannot_be_left_out() -> None:
+    collated = Collated(lambda samples: {"images": samples, "y": torch.zeros(len(samples))})
+    with pytest.raises(NnscalerError, match="makes 2 tensors of one row and 3 of two"):
+        collated(([torch.ones(3)], True))
+
+
+def test_texts_of_rows_in_a_list_are_no_rows_to_be_joined() -> None:
+    """They are as many as the rows, of which a part has fewer."""
+    rows = [(torch.full((2,), float(i)), f"row {i}") for i in range(4)]
+
+    def collated(samples: list[Any]) -> dict[str, Any]:
+        return {"names": [name for _, name in samples], "x": torch.stack([x for x, _ in samples])}
+
+    check_collate(collated, rows)
+    with pytest.raises(NnscalerError, match=r"\['x'\] is \[4, 2\] of 4 rows, and other values where they are joined"):
+        check_collate(lambda samples: {**collated(samples), "x": collated(samples[::-1])["x"]}, rows)
