@@ -9,9 +9,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
+
+T = TypeVar("T")
 
 
 def items_of(value: Any) -> dict[Any, Any] | None:
@@ -66,16 +68,21 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Any], anew: bool = False) -> Any:
-    """Return the nested value with `function` of each tensor in its place.
+    """Return the nested value with `function` of each tensor in its place, as `map_kind` does."""
+    return map_kind(value, Tensor, function, anew)
+
+
+def map_kind(value: Any, kind: type[T], function: Callable[[T], Any], anew: bool = False) -> Any:
+    """Return the nested value with `function` of each object of a kind in its place.
 
     A container in which that changes nothing stays the same object; `anew`: every one is another, which its user may
     change.
     """
-    if isinstance(value, Tensor):
+    if isinstance(value, kind):
         return function(value)
     items = items_of(value)
     if items is None:
         return value
-    made = {key: map_tensors(item, function, anew) for key, item in items.items()}
+    made = {key: map_kind(item, kind, function, anew) for key, item in items.items()}
     same = not anew and all(made[key] is item for key, item in items.items())
     return value if same else with_items(value, made)

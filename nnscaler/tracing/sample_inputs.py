@@ -7,7 +7,7 @@ import keyword
 import linecache
 import numbers
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from nnscaler.errors import NnscalerError, SourceLocation
-from nnscaler.runtime.nested_values import items_of, leaves_of, tensors_in, with_items
+from nnscaler.runtime.nested_values import items_of, leaves_of, map_kind, tensors_in, with_items
 from nnscaler.tracing.graph_builder import TensorName
 
 
@@ -41,7 +41,8 @@ class SampleInputs:
         def tensor(ref: TensorName) -> Tensor:
             return tensors[ref.name]
 
-        return _map(self.args, tensor), {k: _map(v, tensor) for k, v in self.kwargs.items()}
+        args = map_kind(self.args, TensorName, tensor, anew=True)
+        return args, map_kind(dict(self.kwargs), TensorName, tensor, anew=True)
 
 
 def flatten_inputs(module: nn.Module, sample_inputs: Any) -> SampleInputs:
@@ -186,10 +187,3 @@ def _flatten(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if items is None:
         return value
     return with_items(value, {key: _flatten(item, f"{path}_{key}", tensors) for key, item in items.items()})
-
-
-def _map(value: Any, function: Callable[[TensorName], Tensor]) -> Any:
-    if isinstance(value, TensorName):
-        return function(value)
-    items = items_of(value)
-    return value if items is None else with_items(value, {key: _map(item, function) for key, item in items.items()})
