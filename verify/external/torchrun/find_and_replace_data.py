@@ -29,7 +29,7 @@ _NORMS = frozenset(
      "amax", "clamp", "clamp_", "clip", "clip_", "_foreach_clamp_max_", "_foreach_clamp_min_")
 )  # fmt: skip
 # code that is no script's
-_TORCH, _VERIFY = beside(torch.__file__), next(ours for ours in OURS if __file__.startswith(ours))
+_OTHERS = (beside(torch.__file__), *OURS)
 # of numbers; torch.randperm draws an order in which data are taken, and is no row of them
 _ENTROPIES = (nn.functional.cross_entropy, nn.functional.nll_loss)
 _DRAWS: frozenset[Any] = frozenset(
@@ -131,10 +131,10 @@ class ScriptMode(TorchFunctionMode):
     ) -> None:
         """Note what the script makes of gradients that it reads, in its hooks too, and whether it measures them, by
         functions of torch as well."""
-        script = not caller.startswith((_TORCH, _VERIFY))
+        script = not caller.startswith(_OTHERS)
         if getattr(func, "__self__", None) is Tensor.grad:
             self._gradients |= {_storage(made)} if script and isinstance(made, Tensor) else set()
-        elif caller.startswith(_VERIFY) or not (script or self._own()):
+        elif caller.startswith(OURS) or not (script or self._own()):
             return
         elif any(isinstance(value, Tensor) and self._of_gradients(value) for value in _values(given, named)):
             self.measured |= func.__name__ in _NORMS
@@ -151,7 +151,7 @@ class ScriptMode(TorchFunctionMode):
         """Note the number that a function reads from data, or what it makes of tensors that a model had a part in."""
         tensors = [value for value in _values(given, named) if isinstance(value, Tensor)]
         if not any(t.requires_grad or hasattr(t, _OF_MODEL) or hasattr(t, _OF_GRADIENTS) for t in tensors):
-            reads = func in _READS and tensors[0].numel() == 1 and not caller.startswith((_TORCH, _VERIFY))
+            reads = func in _READS and tensors[0].numel() == 1 and not caller.startswith(_OTHERS)
             if reads and self._outside():
                 self.numbers.append(float(made[0] if isinstance(made, list) else made))
             return
