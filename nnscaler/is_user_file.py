@@ -5,10 +5,21 @@ It stands on the standard library alone: the runtime asks it, and commands befor
 
 from __future__ import annotations
 
+import os
 import sysconfig
 from pathlib import Path
 
-_OURS = tuple(Path(__file__).resolve().parents[1] / name for name in ("nnscaler", "op_registry", "verify"))
+
+def beside(file: str) -> str:
+    """Return what the names of all files begin with that lie beside this one, or below: its folder, and a separator,
+    for `torchvision` lies beside `torch` and is none of it."""
+    return os.path.dirname(os.path.abspath(file)) + os.sep
+
+
+_ROOT = os.path.dirname(beside(__file__).rstrip(os.sep))
+OURS = tuple(f"{_ROOT}{os.sep}{name}{os.sep}" for name in ("nnscaler", "op_registry", "verify"))
+_OURS = tuple(Path(folder).resolve() for folder in OURS)
+_INSTALLED = frozenset(("site-packages", "dist-packages"))
 _STANDARD = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib"))
 
 
@@ -23,4 +34,4 @@ def is_users(file: str | None) -> bool:
 
 def is_installed(file: str) -> bool:
     """Return whether a file is of an installed package."""
-    return "site-packages" in file or "dist-packages" in file
+    return not _INSTALLED.isdisjoint(Path(file).parts)

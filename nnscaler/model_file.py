@@ -22,6 +22,7 @@ from textwrap import indent
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from nnscaler.error_text import in_one_line
 from nnscaler.errors import GUARD_MAIN, NnscalerError, SourceLocation, exit_call
 from nnscaler.is_user_file import is_users
 from nnscaler.pyproject_settings import SEEDS
@@ -238,7 +239,7 @@ def import_user_file(path: Path) -> ModuleType:
         if isinstance(error, ModuleNotFoundError):
             tried = ", ".join(shown_path(folder) for folder in claim_surroundings(file))
             help_text = f"looked for it in {tried}, and among the installed packages"
-        message = f"cannot import {path.name}: {_say(error)}"
+        message = f"cannot import {path.name}: {in_one_line(error)}"
         raise NnscalerError("model_import_failed", message, place, help_text) from error
 
 
@@ -293,9 +294,9 @@ def _called(function: Callable[[], Any], path: Path, seed: int | None, what: str
         place = user_frame(error, path.resolve().parent)
         if isinstance(error, MemoryError) or re.search("(can't|cannot) allocate memory|out of memory", str(error)):
             help = _SMALLER_BATCH if what.startswith("sample_inputs") else _META
-            message = f"{what} of {path.name} runs out of memory: {_say(error)}"
+            message = f"{what} of {path.name} runs out of memory: {in_one_line(error)}"
             raise NnscalerError("out_of_memory", message, place, help) from error
-        message = f"{what} of {path.name} raises {_say(error)}"
+        message = f"{what} of {path.name} raises {in_one_line(error)}"
         raise NnscalerError("model_raised", message, place, _of_arguments(error, place)) from error
 
 
@@ -325,8 +326,3 @@ def generators_kept() -> Iterator[None]:
         random.setstate(kept[0])
         if numpy is not None:
             numpy.set_state(kept[1])
-
-
-def _say(error: BaseException) -> str:
-    first = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__

@@ -19,12 +19,13 @@ from torch.utils import _pytree as pytree
 from op_registry.registry import Registry, default_registry
 from op_registry.spec import OperatorSpec
 
+from nnscaler.error_text import in_one_line
 from nnscaler.errors import AnnotationError
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import RunPartial, Split
 from verify.evidence.inputs.concrete_call import ConcreteCall, make_call
 from verify.evidence.oracle.case_runner import OperatorRunner, WholeRaised
-from verify.evidence.oracle.enumerate_cases import first_line, leaders_of
+from verify.evidence.oracle.enumerate_cases import leaders_of
 from verify.evidence.split_case import Inputs, SplitCase
 from verify.evidence.verify_op_options import OpOptions
 
@@ -241,7 +242,7 @@ def check_call(call: ConcreteCall, registry: Registry) -> SampleResult:
             cases += result.compared is not None
             comparisons += result.compared.count if result.compared is not None else 0
     except (AnnotationError, WholeRaised) as error:
-        return SampleResult("", 0, "not bindable", name, first_line(error))
+        return SampleResult("", 0, "not bindable", name, in_one_line(error, 200))
     return SampleResult("", 0, "holds" if comparisons else "nothing to split", name, "", cases, comparisons)
 
 

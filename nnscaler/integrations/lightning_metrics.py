@@ -12,10 +12,10 @@ from typing import Any
 from unittest.mock import patch
 
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torchmetrics import Metric, MetricCollection
 
 from nnscaler.errors import NnscalerError
+from nnscaler.runtime.nested_values import leaves_of, map_kind, map_tensors
 from nnscaler.tracing.export.user_source_locations import location_of_frames
 
 _METHODS = ("forward", "update", "compute", "reset")
@@ -80,15 +80,13 @@ class _Computed:
     kwargs: Any
 
     def __call__(self, values: Sequence[Any]) -> Any:
-        args, kwargs = pytree.tree_map(
-            lambda leaf: leaf.function(values) if isinstance(leaf, MetricValue) else leaf, (self.args, self.kwargs)
-        )
+        args, kwargs = map_kind((self.args, self.kwargs), MetricValue, lambda value: value.function(values))
         return self.function(*args, **kwargs)
 
 
 def _computed(function: Any, args: Any, kwargs: Any) -> MetricValue:
     """Return what comes of values of metrics. Raises NnscalerError("trace_failed") where a tensor is among them."""
-    leaves = pytree.tree_leaves((args, kwargs))
+    leaves = [leaf for _, leaf in leaves_of((args, kwargs))]
     first = next(leaf for leaf in leaves if isinstance(leaf, MetricValue))
     if any(isinstance(leaf, Tensor) for leaf in leaves):
         raise first.refused()
@@ -121,14 +119,12 @@ def metrics_recorded(module: nn.Module, calls: list[MetricCall], measured: dict[
 
     def recording(path: str, metric: Metric | MetricCollection, method: str) -> Callable[..., Any]:
         def record(*args: Any, **kwargs: Any) -> Any:
-            def slot(value: Any) -> Any:
-                if not isinstance(value, Tensor):
-                    return value
+            def slot(value: Tensor) -> MeasuredTensor:
                 name = f"{len(measured)} of {path}"
                 measured[name] = value.detach()
                 return MeasuredTensor(name)
 
-            calls.append(MetricCall(path, method, pytree.tree_map(slot, (args, kwargs))))
+            calls.append(MetricCall(path, method, map_tensors((args, kwargs), slot)))
             if method in ("update", "reset"):
                 return None
             number = len(calls) - 1
@@ -182,10 +178,10 @@ class Metrics:
                 self._alone.append((part, part.distributed_available_fn))
                 part.distributed_available_fn = _nobody
 
-        def tensor(leaf: Any) -> Any:
-            return measured[leaf.name].to(parts[0].device) if isinstance(leaf, MeasuredTensor) else leaf
+        def tensor(given: MeasuredTensor) -> Tensor:
+            return measured[given.name].to(parts[0].device)
 
-        args, kwargs = pytree.tree_map(tensor, call.given)
+        args, kwargs = map_kind(call.given, MeasuredTensor, tensor)
         return getattr(metric, "__call__" if call.method == "forward" else call.method)(*args, **kwargs)
 
     def release(self) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from op_registry.call import Call, DType, TensorArgument, map_leaves
 
+from nnscaler.error_text import in_one_line
 from nnscaler.ir.graph import Operation
 from nnscaler.ir.operation_annotations import signatures
 from nnscaler.performance.measure_step_overheads import Listener, Steps, Workplace, time_steps, with_overheads
@@ -182,7 +183,7 @@ def _timed(call: ShardCall, device: str, enough: float) -> tuple[float, float] |
     try:
         return time_call(call.call, call.needs_grad, device, enough)
     except Exception as error:  # noqa: BLE001 - a shard that cannot run is skipped, and said
-        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        return in_one_line(error)
 
 
 def _collectives(

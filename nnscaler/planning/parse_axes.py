@@ -38,12 +38,12 @@ def parse_axes(text: str) -> dict[str, int]:
         name, _, number = part.partition("=")
         if name == SLICES:
             continue
-        if name not in AXES or not number.isdigit() or int(number) < 1 or name in sizes:
+        if name not in AXES or not number.isdecimal() or int(number) < 1 or name in sizes:
             legal = {"zero": "1|2|3", OWNED: "1", BALANCED: "1"}
             wrong = f"{part!r} is not one of " + ", ".join(f"{word}={legal.get(word, 'N')}" for word in AXES)
             if name in sizes:
                 wrong = f"{name} is named twice"
-            elif name in AXES and number.isdigit():
+            elif name in AXES and number.isdecimal():
                 wrong = f"{part!r} is for no ranks, and N is at least 1"
             raise NnscalerError(
                 "plan_illegal",

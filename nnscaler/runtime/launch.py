@@ -32,6 +32,7 @@ from nnscaler.runtime.program.program_directory import (
     rank_with_loss,
     read_program,
 )
+from nnscaler.runtime.tensor_difference import is_whole
 from nnscaler.runtime.training.cut_batch import Batch
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.executor_settings import ExecutorSettings
@@ -251,8 +252,8 @@ def _start(program: ProgramDirectory, place: ProcessPlace, options: argparse.Nam
 def _check_same_kind(name: str, found: torch.Tensor, right: torch.Tensor, folder: str) -> None:
     """Raises ProgramError where a checkpoint's tensor is another model's. A run with --dtype saves floating tensors in
     that, which any other run converts."""
-    floating = found.is_floating_point() and right.is_floating_point()
-    if found.shape != right.shape or (found.dtype != right.dtype and not floating):
+    rounds = found.is_complex() == right.is_complex() and not (is_whole(found) or is_whole(right))
+    if found.shape != right.shape or (found.dtype != right.dtype and not rounds):
         kinds = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in (found, right)]
         message = f"`{name}` is {kinds[0]} in it, and the program's is {kinds[1]}"
         raise ProgramError(f"{folder} is a checkpoint of another model: {message}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from itertools import count
-from pathlib import Path
 from threading import Lock
 from types import FunctionType
 from typing import Any, Generic, TypeVar
@@ -17,10 +16,12 @@ from weakref import WeakValueDictionary
 import torch
 from torch._guards import TracingContext  # the stack of what is traced; torch has no public way to it
 
+from nnscaler.is_user_file import beside
+
 Function = Callable[..., Any]
 T = TypeVar("T")
 
-_NO_PROGRAMS = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
+_NO_PROGRAMS = (beside(__file__), beside(torch.__file__))
 # Of several ranks. What they hold in common must stay equal bit for bit, and kernels that each rank chooses by its own
 # timings sum in orders of their own: none is chosen so. Graphs with effects in an order are kept for the next process:
 # inductor looks for them by all that their nodes are given, and torch only does not say that of this one.

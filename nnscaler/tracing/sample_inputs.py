@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import inspect
 import keyword
 import linecache
+import numbers
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from nnscaler.errors import NnscalerError, SourceLocation
+from nnscaler.runtime.nested_values import items_of, leaves_of, map_kind, tensors_in, with_items
 from nnscaler.tracing.graph_builder import TensorName
 
 
@@ -41,7 +41,8 @@ class SampleInputs:
         def tensor(ref: TensorName) -> Tensor:
             return tensors[ref.name]
 
-        return _map(self.args, tensor), {k: _map(v, tensor) for k, v in self.kwargs.items()}
+        args = map_kind(self.args, TensorName, tensor, anew=True)
+        return args, map_kind(dict(self.kwargs), TensorName, tensor, anew=True)
 
 
 def flatten_inputs(module: nn.Module, sample_inputs: Any) -> SampleInputs:
@@ -95,21 +96,33 @@ class BatchConstants:
     def check(self, batch: Any) -> None:
         """Check that another batch has the same ones. Raises NnscalerError "batch_differs"."""
         if isinstance(batch, Mapping):
-            pairs = [(name, batch[name], value) for name, value in self.kwargs.items() if name in batch]
+            constants = {n: v for n, v in self.kwargs.items() if n in batch or not tensors_in(v)}
+            pairs = [(name, batch.get(name), value) for name, value in constants.items()]
         else:
             pairs = [(f"item {i}", *pair) for i, pair in enumerate(zip(batch, self.args, strict=False))]
         for name, given, known in pairs:
-            found, wanted = numbers_and_texts(given), numbers_and_texts(known)
-            if found != wanted:
-                message = f"the batch has {name} = {found}, and the program was compiled with {wanted}"
+            found, wanted = _constants(given), _constants(known)
+            differs = next((path for path in {**wanted, **found} if found.get(path) != wanted.get(path)), None)
+            if differs is not None:
+                has, had = (constants.get(differs, "nothing") for constants in (found, wanted))
+                message = f"the batch has {name}{differs} = {has}, and the program was compiled with {had}"
                 help = "numbers and texts are constants of a program: make a tensor of what changes (the collate "
                 help += "function may), and leave out what forward does not read"
                 raise NnscalerError("batch_differs", message, help=help)
 
 
-def numbers_and_texts(value: Any) -> list[int | float | str | bytes]:
-    """Return what a nested value has besides tensors."""
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, int | float | str | bytes)]
+def numbers_and_texts(value: Any) -> list[Any]:
+    """Return the numbers (numpy's too) and texts of a nested value, in order."""
+    return [leaf for _, leaf in leaves_of(value) if isinstance(leaf, numbers.Number | str | bytes)]
+
+
+def _constants(value: Any) -> dict[str, str]:
+    """Return by place what of a nested value stands in a program: a tensor is one, whatever its numbers."""
+    return {
+        path: "a tensor" if isinstance(leaf, Tensor) else repr(leaf.tolist() if isinstance(leaf, np.ndarray) else leaf)
+        for path, leaf in leaves_of(value)
+        if leaf is None or isinstance(leaf, Tensor | np.ndarray | numbers.Number | str | bytes)
+    }
 
 
 def _check_arguments(module: nn.Module, sample_inputs: Any) -> None:
@@ -170,32 +183,7 @@ def _flatten(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         name = _identifier(path, tensors)
         tensors[name] = value
         return TensorName(name)
-    return _rebuild(value, lambda key, item: _flatten(item, f"{path}_{key}", tensors))
-
-
-def _map(value: Any, function: Callable[[TensorName], Tensor]) -> Any:
-    if isinstance(value, TensorName):
-        return function(value)
-    return _rebuild(value, lambda _key, item: _map(item, function))
-
-
-def _rebuild(value: Any, function: Callable[[str, Any], Any]) -> Any:
-    """Return a container with each item replaced by `function(key, item)`; any other value as it is."""
-    if isinstance(value, Mapping):
-        items = {k: function(str(k), v) for k, v in value.items()}
-        if type(value) is dict or not hasattr(value, "__setitem__"):
-            return items
-        rebuilt = copy.copy(value)
-        for key, item in items.items():
-            rebuilt[key] = item
-        return rebuilt
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(function(f, v) for f, v in zip(value._fields, value, strict=True)))
-    if isinstance(value, tuple | list):
-        return type(value)(function(str(i), v) for i, v in enumerate(value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        made: Any = copy.copy(value)
-        for f in dataclasses.fields(value):
-            object.__setattr__(made, f.name, function(f.name, getattr(value, f.name)))
-        return made
-    return value
+    items = items_of(value)
+    if items is None:
+        return value
+    return with_items(value, {key: _flatten(item, f"{path}_{key}", tensors) for key, item in items.items()})

@@ -18,6 +18,7 @@ from op_registry.registry import default_registry
 
 from nnscaler.codegen.program import Program
 from nnscaler.compile import parallelize
+from nnscaler.error_text import in_one_line
 from nnscaler.errors import NnscalerError, SourceLocation
 from nnscaler.ir.operation_annotations import signatures
 from nnscaler.ir.precision import Precision
@@ -162,8 +163,7 @@ def _reading(source: str, made_at: SourceLocation | None = None) -> Iterator[Non
         raise
     except Exception as error:
         place = user_frame(error, Path(source.partition("::")[0]).resolve().parent)
-        first = (str(error).strip().splitlines() or [""])[0]
-        message = f"reading the data raises {type(error).__name__}: {first}"
+        message = f"reading the data raises {in_one_line(error)}"
         raise NnscalerError("data_raised", message, place) from error
 
 

@@ -11,6 +11,7 @@ import torch.distributed
 from torch import Tensor, nn
 
 from nnscaler.codegen.program import Origin, Program, modes_of
+from nnscaler.error_text import in_one_line
 from nnscaler.errors import NnscalerError
 from nnscaler.tracing.sample_inputs import flatten_inputs
 from nnscaler.tracing.user_loss import LossFunction, with_loss
@@ -42,8 +43,8 @@ def compile_once(
     try:
         torch.distributed.broadcast_object_list(told, 0)
     except RuntimeError as lost:  # of gloo or NCCL, where another rank has ended meanwhile
-        first = str(lost).splitlines()[0]
-        raise NnscalerError("rank_lost", f"another rank ended while the model was compiled: {first}") from lost
+        message = f"another rank ended while the model was compiled: {in_one_line(lost)}"
+        raise NnscalerError("rank_lost", message) from lost
     if error is not None:
         raise error
     if program is not None:

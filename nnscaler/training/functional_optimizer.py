@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from op_registry.builtin.optimizers import NO_UPDATE, UPDATES
 from op_registry.numbers_in_user_code import numbers_in, numbers_of
 
+from nnscaler.error_text import first_line
 from nnscaler.errors import NnscalerError
 
 OptimizerClass = type[Any]  # a subclass of Optimizer, called with parameters and hyper-parameters
@@ -67,7 +68,7 @@ def refusal(cls: OptimizerClass, defaults: Mapping[str, Any], dims: int) -> str:
     try:
         cls([nn.Parameter(torch.zeros(SIZES[:dims]))], **_what_is_computed(defaults))
     except Exception as error:  # noqa: BLE001 - whatever the class raises is what it says
-        return said_by(error)
+        return first_line(error) or type(error).__name__
     return ""
 
 
@@ -76,11 +77,6 @@ def _signature(cls: type) -> str:
     found = [p for p in inspect.signature(cls).parameters.values() if p.name != "params"]
     shown = [p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in found]
     return f"({', '.join(shown)})"
-
-
-def said_by(error: Exception) -> str:
-    """Return the first line of an error."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _what_is_computed(defaults: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 from torch.utils.data import IterableDataset, default_collate
 
 from nnscaler.errors import NnscalerError
 from nnscaler.model_file import generators_kept
+from nnscaler.runtime.nested_values import leaves_of, map_tensors, tensors_in
 from nnscaler.runtime.tensor_bits import same_bits
 
 Collate = Callable[[list[Any]], Any]
@@ -154,12 +154,19 @@ class Collated:
             raise NnscalerError(
                 "bad_data", f"the rows of a batch cannot be stacked: {unlike}", help=_STACKED
             ) from error
-        return tree_map(_without_rows, batch, self.collate(samples * 2)) if form else batch
+        if not form:
+            return batch
+        tensors, twice = (tensors_in(rows) for rows in (batch, self.collate(samples * 2)))
+        if len(tensors) != len(twice):
+            message = f"`collate` makes {len(tensors)} tensors of one row and {len(twice)} of two: a part without rows"
+            raise NnscalerError("bad_data", f"{message} has none to leave out", help=_BY_ROWS)
+        other = iter(twice)
+        return map_tensors(batch, lambda once: _without_rows(once, next(other)))
 
 
-def _without_rows(once: Any, twice: Any) -> Any:
+def _without_rows(once: torch.Tensor, twice: torch.Tensor) -> torch.Tensor:
     """Return what a batch of one sample has, without the row; what a batch of two does not have longer is no row."""
-    return once[:0] if isinstance(once, torch.Tensor) and once.dim() and once.shape != twice.shape else once
+    return once[:0] if once.dim() and once.shape != twice.shape else once
 
 
 def check_collate(collate: Collate, samples: list[Any]) -> None:
@@ -174,20 +181,21 @@ def check_collate(collate: Collate, samples: list[Any]) -> None:
     with generators_kept():
         try:
             batches = [collate(deepcopy(rows)) for rows in (samples, samples, samples[:half], samples[half:])]
-            whole, again = (tree_flatten_with_path(batch)[0] for batch in batches[:2])
-            parts = [tree_leaves(batch) for batch in batches[2:]]
+            whole, again, *parts = (_tensors_by_place(batch) for batch in batches)
         except Exception:  # noqa: BLE001 - it may want more rows than these; what it raises for a batch is told there
             return
-    for number, ((path, right), (_, twice)) in enumerate(zip(whole, again, strict=True)):
-        found = [part[number] for part in parts]
-        if not isinstance(right, torch.Tensor) or all(one.shape == right.shape for one in found):
+    for path, right in whole.items():
+        if not all(path in batch for batch in (again, *parts)):
+            continue  # a list of rows, which the engine refuses
+        found = [part[path] for part in parts]
+        if all(one.shape == right.shape for one in found):
             continue  # no rows
-        if not same_bits(right, twice) or len({one.shape[1:] for one in found}) > 1:  # it draws, or pads
+        if not same_bits(right, again[path]) or len({one.shape[1:] for one in found}) > 1:  # it draws, or pads
             continue
         joined = [sum(len(one) for one in found), *found[0].shape[1:]]
         if joined != list(right.shape) or not same_bits(torch.cat(found), right):
             differ = f"{joined}" if joined != list(right.shape) else "other values"
-            message = f"{keystr(path)} is {list(right.shape)} of {len(samples)} rows, and {differ}"
+            message = f"{path} is {list(right.shape)} of {len(samples)} rows, and {differ}"
             raise NnscalerError(
                 "bad_data",
                 "`collate` makes another batch of all rows than of those of two data parts, which are joined along dim "
@@ -196,11 +204,15 @@ def check_collate(collate: Collate, samples: list[Any]) -> None:
             )
 
 
+def _tensors_by_place(batch: Any) -> dict[str, torch.Tensor]:
+    return {path: leaf for path, leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor)}
+
+
 def _unlike(samples: list[Any]) -> str:
     """Say in what samples are not alike that cannot be stacked; "" where that is not seen."""
     known: dict[str, str] = {}
     for number, sample in enumerate(samples):
-        leaves = {keystr(path): leaf for path, leaf in tree_flatten_with_path(sample)[0]}
+        leaves = dict(leaves_of(sample))
         for path, leaf in leaves.items():
             kind = f"of shape {list(leaf.shape)}" if hasattr(leaf, "shape") else type(leaf).__name__
             if known.setdefault(path, kind) != kind or leaf is None:

@@ -19,13 +19,13 @@ from unittest.mock import patch
 from zlib import crc32
 
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset, Sampler, default_collate, get_worker_info
 from torch.utils.data._utils import worker as worker_loop
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from nnscaler.errors import NnscalerError
 from nnscaler.model_file import seed_generators
+from nnscaler.runtime.nested_values import leaves_of
 from nnscaler.runtime.tensor_bits import bits_of
 from nnscaler.runtime.training.cut_batch import DataPart
 from nnscaler.training.check_replicas import ONE_STREAM
@@ -185,7 +185,7 @@ def _checksum(samples: list[Any]) -> int:
     """Return a number that tells other samples from these."""
     leaves = (
         bits_of(leaf).cpu().numpy().tobytes() if isinstance(leaf, torch.Tensor) else repr(leaf).encode()
-        for leaf in tree_leaves(samples)
+        for _, leaf in leaves_of(samples)
     )
     return crc32(b"|".join(leaves))
 

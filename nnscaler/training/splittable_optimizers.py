@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 from torch.optim import Optimizer
 
+from nnscaler.error_text import in_one_line
 from nnscaler.errors import NnscalerError
 from nnscaler.layout import Sharded, is_cut
 from nnscaler.runtime.training.saving.rank_tensors import StoredTensor
@@ -28,7 +29,6 @@ from nnscaler.training.functional_optimizer import (
     check_class,
     optimizer_name,
     refusal,
-    said_by,
 )
 from nnscaler.training.sharded_update_trials import UpdateTrial, further_trials
 
@@ -118,7 +118,7 @@ def _tested(question: _OptimizerQuestion) -> UpdateSplit:
             (whole,) = trial.run([lambda t: t])
             coupled = coupled or trial.is_coupled(whole)
         except Exception as error:  # noqa: BLE001 - whatever the user's step raises on such parameters
-            refused[ndim] = f"{type(error).__name__}: {said_by(error)}"
+            refused[ndim] = in_one_line(error)
             continue
         free[ndim] = frozenset(dim for dim in range(ndim) if trial.survives(whole, dim))
         for trial in further_trials(cls, defaults, ndim):

@@ -21,11 +21,12 @@ from typing import Any, Literal
 import torch
 import torch.distributed
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
+from nnscaler.error_text import in_one_line
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.communication.join_process_group import ProcessPlace, choose_device, join, leave, torchrun_place
+from nnscaler.runtime.nested_values import tensors_in
 from nnscaler.runtime.training.saving.checkpoint import check_writable
 from nnscaler.training.build_from_settings import (
     Parts,
@@ -373,7 +374,7 @@ class Trainer:
             float(self.optimizer.param_groups[0]["lr"]),
             norm,
             seconds,
-            sum(tree_leaves(batch)[0].numel() for batch in group) * self.engine.data_part.count,
+            sum(tensors_in(batch)[0].numel() for batch in group) * self.engine.data_part.count,
             utilisation,
             memory_in_use(self.engine.device),
         )
@@ -395,6 +396,5 @@ def _joined(place: ProcessPlace | None, device: str) -> bool:
     except ProgramError as error:
         raise NnscalerError("wrong_ranks", str(error)) from error
     except RuntimeError as error:  # of torch.distributed: a rank that does not come, say
-        first = str(error).splitlines()[0]
-        raise NnscalerError("rank_lost", f"rank {place.rank} cannot join the others: {first}") from error
+        raise NnscalerError("rank_lost", f"rank {place.rank} cannot join the others: {in_one_line(error)}") from error
     return True

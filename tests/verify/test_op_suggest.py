@@ -286,6 +286,14 @@ def test_states_of_outputs_are_read_off() -> None:
     assert read_state(pieces, whole, [(4, 8)]) == Sharded(1, 1, (4, 8))
 
 
+def test_what_fills_masked_places_hides_nothing() -> None:
+    """Beside -1e9 a difference of 1 was taken for rounding."""
+    whole = torch.tensor([-1e9, 1.0, 2.0, 3.0], dtype=torch.float64)
+    other = torch.tensor([-1e9, 1.5, 2.0, 3.0], dtype=torch.float64)
+    assert read_state([whole, other], whole) is None
+    assert read_state([whole[:2], other[:2]], torch.cat([whole[:2], whole[:2]])) is None
+
+
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     return a @ b
 

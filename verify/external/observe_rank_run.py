@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from nnscaler.errors import NnscalerError, few
+from nnscaler.runtime.nested_values import tensors_in
 from nnscaler.tracing.export.module_copies import copied_with_hooks
 from verify.external.parameter_mapping import Lookup, RankPiece, local_value, match
 from verify.external.program import Batch, ExternalProgram
@@ -29,7 +30,6 @@ from verify.external.reference import (
     data_part,
     finish_backward,
     part_of,
-    tensors_of,
 )
 from verify.external.torchrun.cuda_on_cpu import OnCpu
 from verify.external.untrained_copies import without_copies
@@ -140,7 +140,7 @@ def _bytes(value: object) -> int:
 
 
 def _note_dtype(dtypes: set[torch.dtype], _module: nn.Module, _inputs: object, output: object) -> None:
-    dtypes.update(t.dtype for t in tensors_of(output) if t.is_floating_point())
+    dtypes.update(t.dtype for t in tensors_in(output) if t.is_floating_point())
 
 
 @contextmanager

@@ -212,8 +212,14 @@ class Lookup:
 
 
 def clean_name(name: str) -> str:
-    """Drop the parts that wrappers add: `module.`, `_orig_mod.`, ..."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    """Drop the parts that wrappers add (`module.`, `_orig_mod.`, ...), and the `original` of a parametrised tensor.
+
+    A parametrisation of several tensors has `original0` and `original1`, which stay two.
+    """
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    if "parametrizations" in name.split(".") and parts[-1] == "original":
+        parts.pop()
+    return ".".join(parts)
 
 
 def local_value(tensor: Any) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from op_registry.spec import SourceLocation
 
-Batch = Any  # a tensor, or a tuple, list or dict (nested) of tensors and other values
+Batch = Any  # a tensor, or a tuple, list, mapping or dataclass (nested) of tensors and other values
 Step = Callable[[Any, Batch], Tensor | None]
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from nnscaler.errors import NnscalerError
-from nnscaler.runtime.tensor_difference import is_finite
+from nnscaler.runtime.nested_values import map_tensors, tensors_in
 from nnscaler.tracing.export.module_copies import copied_with_hooks
 from nnscaler.tracing.export.user_source_locations import model_errors
 from nnscaler.tracing.float64_run import convert_floats, exact, exact_dtype, run_backward, without_dropout
@@ -22,6 +22,7 @@ from verify.external.program import Batch, ExternalProgram
 from verify.external.torchrun.cuda_on_cpu import OnCpu
 from verify.programs.reference.eager import (
     choose_learning_rate,
+    first_not_finite,
     logical_state,
     randomise_parameters,
     settle_gradients,
@@ -61,37 +62,18 @@ def computing_in(model: nn.Module | None, dtype: torch.dtype, dropout: bool = Fa
 # The batch: its rows are dim 0 of most of its tensors.
 
 
-def tensors_of(batch: Batch) -> list[Tensor]:
-    """Return the tensors of a batch in the order in which they stand."""
-    found: list[Tensor] = []
-    map_batch(batch, found.append)
-    return found
-
-
-def map_batch(batch: Batch, function: Callable[[Tensor], Any]) -> Batch:
-    """Return the batch with `function` of each tensor in its place."""
-    if isinstance(batch, Tensor):
-        return function(batch)
-    if isinstance(batch, Mapping):
-        return {key: map_batch(value, function) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(map_batch(value, function) for value in batch))
-    if isinstance(batch, tuple | list):
-        return type(batch)(map_batch(value, function) for value in batch)
-    return batch
-
-
 def row_count(batch: Batch) -> int:
     """Return the rows of a batch: the size of dim 0 that most of its tensors have; of several, that of the first."""
-    sizes = [len(t) for t in tensors_of(batch) if t.dim() and len(t) != 1]
-    return max(dict.fromkeys(sizes), key=sizes.count) if sizes else int(any(t.dim() for t in tensors_of(batch)))
+    tensors = tensors_in(batch)
+    sizes = [len(t) for t in tensors if t.dim() and len(t) != 1]
+    return max(dict.fromkeys(sizes), key=sizes.count) if sizes else int(any(t.dim() for t in tensors))
 
 
 def batch_of_step(batch: Batch, step: int) -> Batch:
     """Return the batch of a step: its rows in another order, so that data parts and micro-batches have other rows in
     each step, and what a program keeps of its first batch shows."""
     rows = row_count(batch)
-    return map_batch(batch, lambda t: t.roll(step, 0) if step and t.dim() and len(t) == rows else t)
+    return map_tensors(batch, lambda t: t.roll(step, 0) if step and t.dim() and len(t) == rows else t)
 
 
 def part_of(batch: Batch, index: int, parts: int) -> Batch:
@@ -100,12 +82,12 @@ def part_of(batch: Batch, index: int, parts: int) -> Batch:
         return batch
     rows = row_count(batch)
     size = rows // parts
-    return map_batch(batch, lambda t: t[index * size : (index + 1) * size] if t.dim() and len(t) == rows else t)
+    return map_tensors(batch, lambda t: t[index * size : (index + 1) * size] if t.dim() and len(t) == rows else t)
 
 
 def copied(batch: Batch, dtype: torch.dtype) -> Batch:
     """Return a copy in which floating-point and complex tensors have the dtype of the run."""
-    return map_batch(batch, lambda t: t.to(exact_dtype(t.dtype, dtype), copy=True))
+    return map_tensors(batch, lambda t: t.to(exact_dtype(t.dtype, dtype), copy=True), anew=True)
 
 
 def data_part(program: ExternalProgram, coordinate: Mapping[str, int]) -> tuple[int, int]:
@@ -214,7 +196,8 @@ def run_reference(
             loss = _backward(program, step_of, model, whole, dtype)
             gradients = space.flat({n: p.grad for n, p in model.named_parameters(remove_duplicate=False)})
             if dtype == torch.float64:  # a narrower one may overflow where the program does as well
-                _check_finite(program, number, loss, model)
+                gradients_of = ((f"the gradient of {n}", p.grad) for n, p in model.named_parameters())
+                _check_finite(program, number, [("the loss", loss), *gradients_of])
             if optimizer is None:
                 learning_rate = learning_rate or choose_learning_rate(model)
                 optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=learning_rate)
@@ -222,6 +205,9 @@ def run_reference(
             if program.max_norm is not None:
                 norm = _clip(list(model.parameters()), program.max_norm, program.added_to_norm)
             optimizer.step()
+            if dtype == torch.float64:
+                updated = ((f"the updated {n}", p) for n, p in model.named_parameters() if p.requires_grad)
+                _check_finite(program, number, updated)
             state = {name: tensor for name, tensor, _ in state_of(model)}
             of_parts = tuple(tuple(map(space.flat, left)) for left in statistics)
             rows.append(ReferenceStep(loss, losses, gradients, space.flat(state), norm, of_parts))
@@ -289,7 +275,7 @@ def _part_loss(
             raise
         with _told():  # it may be that the model does not run at all
             step_of(copied_with_hooks(model), copied(whole, dtype))
-        cut = [tuple(a.shape) for a, b in zip(tensors_of(whole), tensors_of(rows), strict=True) if a.shape != b.shape]
+        cut = [tuple(a.shape) for a, b in zip(tensors_in(whole), tensors_in(rows), strict=True) if a.shape != b.shape]
         shapes = ", ".join(map(str, cut))
         help = (
             f"tensors of the shapes {shapes} were cut along dim 0 into {part[1]} parts, for there are {cut[0][0]} "
@@ -338,15 +324,14 @@ def finish_backward(loss: Any, parameters: Iterable[nn.Parameter]) -> None:
         run_backward(loss, torch.ones_like(loss))
 
 
-def _check_finite(program: ExternalProgram, number: int, loss: Tensor, model: nn.Module) -> None:
-    """Check that a step of the plain model gives numbers. Raises NnscalerError `reference_not_finite`."""
-    wrong = [n for n, p in model.named_parameters() if p.grad is not None and not is_finite(p.grad)]
-    if bool(torch.isfinite(loss)) and not wrong:
-        return
-    named = f"the gradient of {wrong[0]}" if wrong and bool(torch.isfinite(loss)) else "the loss"
-    message = f"{named} of the plain model of {program.name} is not finite in step {number}: nothing can be compared"
-    where = program.batch_where or program.where
-    raise NnscalerError("reference_not_finite", message, where, help="choose another `batch()`")
+def _check_finite(program: ExternalProgram, number: int, named: Iterable[tuple[str, Tensor | None]]) -> None:
+    """Check that a step of the plain model gives numbers: NaN would equal any other. Raises NnscalerError
+    `reference_not_finite`."""
+    name = first_not_finite(named)
+    if name is not None:
+        message = f"{name} of the plain model of {program.name} is not finite in step {number}: nothing can be compared"
+        where = program.batch_where or program.where
+        raise NnscalerError("reference_not_finite", message, where, help="choose another `batch()`, or optimizer")
 
 
 def _scalar(loss: Any) -> Tensor:

@@ -158,7 +158,7 @@ def read_mesh(text: str) -> tuple[tuple[str, int], ...]:
     found: list[tuple[str, int]] = []
     for part in text.split(","):
         name, equals, size = (word.strip() for word in part.partition("="))
-        number = int(size) if size.lstrip("-").isdecimal() else 0
+        number = int(size) if size.removeprefix("-").isdecimal() else 0
         if not name or not equals or (number < 1 and number != -1):
             message = f"{part.strip()!r} of the mesh {text!r} is no axis with a size"
             raise NnscalerError("bad_mesh", message, help="--mesh dp=2,tp=2, outermost first")

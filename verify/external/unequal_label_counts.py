@@ -23,7 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nnscaler.error_text import in_one_line
 from nnscaler.errors import NnscalerError
+from nnscaler.runtime.nested_values import map_tensors, tensors_in
 from nnscaler.runtime.tensor_difference import difference
 from nnscaler.tracing.export.module_copies import copied_with_hooks
 from verify.external.program import Batch, ExternalProgram
@@ -32,12 +34,10 @@ from verify.external.reference import (
     computing_in,
     copied,
     data_parts,
-    map_batch,
     mean_over_pieces,
     piece_of_step,
     row_count,
     run_reference,
-    tensors_of,
 )
 
 NAME = "unequal labels"
@@ -88,9 +88,9 @@ class _Ignoring:
 
     def replaced_in(self, batch: Batch) -> Batch:
         """Return the batch with more of the tensor ignored."""
-        order = iter(range(len(tensors_of(batch))))
+        order = iter(range(len(tensors_in(batch))))
         thinned = self.thinned
-        return map_batch(batch, lambda value: thinned if next(order) == self.number else value)
+        return map_tensors(batch, lambda value: thinned if next(order) == self.number else value)
 
 
 def unequal_labels(program: ExternalProgram, model: nn.Module, reference: PlainReference) -> UnequalLabels:
@@ -119,7 +119,7 @@ def unequal_labels(program: ExternalProgram, model: nn.Module, reference: PlainR
         if not isinstance(truth, str) and plain.differs_from_mean_of_parts(truth):
             counted = " and ".join(dict.fromkeys(one.counted for one in chosen))
             return UnequalLabels(truth, counted, next(iter(told), None))
-    if parts == 1 or unequal or not (told or entropies or any(not t.is_floating_point() for t in tensors_of(batch))):
+    if parts == 1 or unequal or not (told or entropies or any(not t.is_floating_point() for t in tensors_in(batch))):
         return UnequalLabels()
     loss = "the cross entropy ignores no label of `batch()`, or has too few that count"
     hand = "no tensor of `batch()` was found to hold labels that the loss ignores, or a mask that it counts"
@@ -141,7 +141,7 @@ class _Plain:
         try:
             return run_reference(self.program, self.model, batch, steps=1, dtype=torch.float64, learning_rate=rate)
         except Exception as error:  # noqa: BLE001 - whatever the model raises on rows without labels
-            return error.message if isinstance(error, NnscalerError) else str(error).partition("\n")[0]
+            return error.message if isinstance(error, NnscalerError) else in_one_line(error)
 
     def differs_from_mean_of_parts(self, truth: PlainReference) -> bool:
         """Return whether the gradient of the whole batch is another one than the mean over the parts."""
@@ -158,7 +158,7 @@ class _Plain:
 def _candidates(batch: Batch, entropies: Sequence[int], splits: tuple[int, ...]) -> Iterator[_Ignoring]:
     """Yield the tensors that have rows and a value that may not count, and of which some can be ignored."""
     rows = row_count(batch)
-    for number, tensor in enumerate(tensors_of(batch)):
+    for number, tensor in enumerate(tensors_in(batch)):
         if tensor.dim() == 0 or len(tensor) != rows or tensor.is_complex() or not tensor.numel():
             continue
         values: dict[int, str] = {}

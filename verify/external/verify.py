@@ -12,6 +12,7 @@ from torch import nn
 
 from op_registry.call import dtype_name
 
+from nnscaler.error_text import first_line
 from nnscaler.errors import few
 from verify.external.communication_and_memory_profile import communication_profile, memory, notes_of
 from verify.external.comparison.comparison_records import ComparisonResult
@@ -147,7 +148,7 @@ def _without_float64(run: Run, dtypes: list[str], outcomes: list[Outcome]) -> tu
         others = [run(torch.float32)]
     if all(outcome.ran is None for outcome in others):
         return dtypes, outcomes
-    first = raised[0].findings[0].message.splitlines()[0]
+    first = first_line(raised[0].findings[0].message)
     names = [dtype_name(outcome.dtype) for outcome in others]
     note = f"in float64 the program raises ({first}); it was verified in {' and '.join(names)} alone"
     return names, [replace(others[0], notes=(note, *others[0].notes)), *others[1:]]
@@ -210,7 +211,7 @@ def verify_in(
     ran = case.tried(known)
     if isinstance(ran, RanksFailed) and ran.code == "rank_raises" and how.executor == "simulator":
         # what threads of one process cannot do, processes may: module-level groups, environment variables
-        notes.append(f"on threads of one process it raises ({ran.message.splitlines()[0]}); it was run on processes")
+        notes.append(f"on threads of one process it raises ({first_line(ran.message)}); it was run on processes")
         case = replace(case, how=replace(how, executor="gloo"))
         ran = case.tried(known)
     if isinstance(ran, RanksFailed):

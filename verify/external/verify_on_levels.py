@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
+from nnscaler.error_text import in_one_line
 from verify.external.comparison.compare import LATE
 from verify.external.differential_run import ExternalSettings
 from verify.external.program import ExternalProgram
@@ -79,7 +80,7 @@ def _prove(program: ExternalProgram, timeout: float) -> ExternalProof:
     if isinstance(event, Done):
         return event.result
     if isinstance(event, Raised):
-        reason = f"the trace raises {str(event.error).splitlines()[0][:200]}"
+        reason = f"the trace raises {in_one_line(event.error, 200)}"
     else:
         reason = f"the process of the proof was {event.how}" if isinstance(event, Died) else "the time was up"
     return ExternalProof(Verdict.INCONCLUSIVE, (Finding("program_unreadable", reason, program.where),), reason)

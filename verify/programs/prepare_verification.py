@@ -17,6 +17,7 @@ from nnscaler.compile import PlanSource, compile_traced, make, searched
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.precision import Precision, parse_precision
+from nnscaler.is_user_file import beside
 from nnscaler.plan_source import wanted_plan
 from nnscaler.tracing import Traced, trace
 from nnscaler.tracing.export.module_copies import copied
@@ -126,8 +127,7 @@ def matched_draws(
 
 def _is_note(warning: warnings.WarningMessage) -> bool:
     """Return whether the warning comes from the compiler, not from torch or the interpreter."""
-    ours = str(Path(nnscaler.__file__).parent)
-    return issubclass(warning.category, UserWarning) and warning.filename.startswith(ours)
+    return issubclass(warning.category, UserWarning) and warning.filename.startswith(beside(nnscaler.__file__))
 
 
 def _compile(

@@ -224,7 +224,8 @@ def _not_finite(reference: Trajectory) -> Finding | None:
     losses = ((f"the loss of step {i}", loss) for i, loss in enumerate(reference.losses))
     steps = enumerate(reference.gradients)
     gradients = ((f"the gradient of `{n}` at step {step}", g) for step, found in steps for n, g in found.items())
-    return not_finite((*losses, *gradients))
+    updated = ((f"`{name}` after the last step", value) for name, value in reference.parameters.items())
+    return not_finite((*losses, *gradients, *updated))
 
 
 def _beside(request: PlanRequest, prepared: Prepared, reference: Trajectory) -> Beside:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from nnscaler.cli.options import add_verbosity
 from nnscaler.cli.output.exit_codes import ExitCode
 from nnscaler.errors import NnscalerError
+from nnscaler.is_user_file import OURS
 
 if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console
@@ -159,8 +160,6 @@ def _fit(settings: TrainSettings, console: Console, first: bool) -> Result:
 @contextmanager
 def _notes_told(console: Console | None) -> Iterator[None]:
     """Tell notes on the model as notes, once, and without our lines; None: another rank tells them."""
-    from nnscaler.tracing.export.user_source_locations import OURS
-
     with warnings.catch_warnings():
         others = warnings.showwarning
 

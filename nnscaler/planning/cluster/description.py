@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
-from math import isfinite, prod
+from math import ceil, floor, isfinite, log10, prod
 from operator import mul
 from types import MappingProxyType
 from typing import Any, Literal
@@ -68,6 +68,13 @@ def show_bytes(size: float) -> str:
             break
         size /= 1000
     return f"{size:.3g}{unit}"
+
+
+def show_enough_bytes(size: float) -> str:
+    """Write the least bytes in three digits that `quantity` reads as no fewer."""
+    digit = 10.0 ** (floor(log10(size)) - 2) if size >= 1 else 1.0
+    texts = (show_bytes((ceil(size / digit) + more) * digit) for more in range(3))
+    return next(text for text in texts if quantity(text, "bytes") >= size)
 
 
 def show_seconds(seconds: float) -> str:

@@ -72,11 +72,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+from nnscaler.error_text import first_line
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice
-from nnscaler.planning.cluster.description import Cluster, show_bytes
+from nnscaler.planning.cluster.description import Cluster, show_bytes, show_enough_bytes
 from nnscaler.planning.constraints import Constraint
 from nnscaler.planning.context_parallel import contexts
 from nnscaler.planning.cost.analytic import AnalyticCost
@@ -293,7 +294,7 @@ def _refused(subject: PlanningCache, c: Configuration) -> str | None:
     try:
         follow_batch(subject.graph, subject.signatures, Plan(mesh, (), c.micro_batches), mesh)
     except NnscalerError as error:
-        return str(error).splitlines()[0]
+        return first_line(error)
     return None
 
 
@@ -382,7 +383,7 @@ def _nothing(
         help = "more ranks, more memory per rank, or a smaller model"
     else:
         message = f"the least that was found is {show_bytes(nearest.memory)} a rank ({nearest})"
-        help = f"--memory {show_bytes(nearest.memory)} would do; or more ranks, or a smaller batch"
+        help = f"--memory {show_enough_bytes(nearest.memory)} would do; or more ranks, or a smaller batch"
     return NnscalerError(
         "plan_too_large",
         f"no plan for {cluster.devices} ranks of {cluster.name} fits into {show_bytes(limit)} a rank: {message}",

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from nnscaler.error_text import first_line
 from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError, Communicator, Key
 
 
@@ -40,7 +41,7 @@ class TorchCommunicator(Communicator):
         try:
             yield
         except RuntimeError as error:
-            reason = str(error).splitlines()[0]
+            reason = first_line(error) or type(error).__name__
             # The peer's connection closes when its process ends: the cause is there, not here.
             secondary = any(sign in reason for sign in ("closed by peer", "reset by peer", "Broken pipe"))
             message = f"rank {self.rank}: {call}: {reason}"

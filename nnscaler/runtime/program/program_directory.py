@@ -13,6 +13,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from nnscaler.error_text import first_line
 from nnscaler.manifest import Manifest, ManifestError, NoManifest, StoredTensor, read_manifest
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.program.load_python import letting_go, load_role
@@ -138,7 +139,7 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
     except FileNotFoundError:
         raise ProgramError(f"{file} does not exist") from None
     except (OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = first_line(error) or type(error).__name__
         raise ProgramError(f"{file} cannot be read, it may be cut short: {reason}") from None
     if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
         raise ProgramError(f"{file} holds something else than tensors by name")

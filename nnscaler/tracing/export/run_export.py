@@ -26,7 +26,9 @@ from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.utils.rnn import PackedSequence
 
+from nnscaler.error_text import in_one_line
 from nnscaler.errors import NnscalerError, SourceLocation
+from nnscaler.is_user_file import OURS
 from nnscaler.runtime.start_autograd import start_autograd
 from nnscaler.runtime.training.autocast import AutocastUnknown
 from nnscaler.tracing.export.compute_constant_values import KnownValues
@@ -36,7 +38,7 @@ from nnscaler.tracing.export.loss_module import LossModule
 from nnscaler.tracing.export.mutated_attributes_and_draws import attributes_kept, buffers_written, draws_kept
 from nnscaler.tracing.export.recompute_regions import checkpoints_marked
 from nnscaler.tracing.export.selected_rows import keep_rows_in_place
-from nnscaler.tracing.export.user_source_locations import OURS, TORCH, is_library, location_of_exception
+from nnscaler.tracing.export.user_source_locations import TORCH, is_library, location_of_exception
 from nnscaler.tracing.export.vmaps import vmaps_expanded
 from nnscaler.tracing.float64_run import as_written
 
@@ -322,7 +324,7 @@ def _draft(module: LossModule, tensors: tuple[Tensor, ...], first: Exception, he
 
 
 def _trace_failed(error: BaseException, help_text: str) -> NnscalerError:
-    told = f"torch.export cannot trace the model: {_first_line(error)}"
+    told = f"torch.export cannot trace the model: {in_one_line(error, 300)}"
     if _packs(error):
         told, help_text = _PACKED, _HELP_PACKED
     return NnscalerError(
@@ -337,12 +339,6 @@ def _packs(error: BaseException) -> bool:
     """Return whether what failed is a call with a packed sequence, whose sizes are numbers in its data."""
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     return any(isinstance(value, PackedSequence) for frame in frames for value in frame.f_locals.values())
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = lines[0] if lines else ""
-    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
 
 
 @contextlib.contextmanager

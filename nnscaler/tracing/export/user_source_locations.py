@@ -6,11 +6,9 @@ import linecache
 import os
 import re
 import sys
-import sysconfig
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
-from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -18,14 +16,13 @@ import torch
 
 from op_registry.spec import SourceLocation
 
+from nnscaler.error_text import in_one_line
 from nnscaler.errors import NnscalerError
+from nnscaler.is_user_file import OURS, beside, is_installed
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n(?:[ \t]+(?P<text>[^\n]*))?')
-TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_ROOT = str(Path(__file__).resolve().parents[3]) + os.sep
-OURS = tuple(_ROOT + name + os.sep for name in ("nnscaler", "verify", "op_registry"))
-_STANDARD_LIBRARY = os.path.abspath(sysconfig.get_paths()["stdlib"]) + os.sep
-_SITE_PACKAGES = tuple(os.path.abspath(sysconfig.get_paths()[key]) + os.sep for key in ("purelib", "platlib"))
+TORCH = beside(torch.__file__)
+_STANDARD_LIBRARY = beside(os.__file__)
 _REPEATED_CALL = re.compile(r"@\d+")
 
 
@@ -33,16 +30,12 @@ def is_library(file: str) -> bool:
     """Return whether the file is torch's, ours or the standard library's: never a place to show to a user."""
     if file.startswith(("<", TORCH, *OURS)):
         return True
-    return file.startswith(_STANDARD_LIBRARY) and not file.startswith(_SITE_PACKAGES)
+    return file.startswith(_STANDARD_LIBRARY) and not is_installed(file)
 
 
 def plain_path(path: str) -> str:
     """Return a module's path as torch's tracer writes it, without the number of the call."""
     return _REPEATED_CALL.sub("", path) if "@" in path else path
-
-
-def _is_installed(file: str) -> bool:
-    return file.startswith(_SITE_PACKAGES)
 
 
 @lru_cache(maxsize=8192)
@@ -65,7 +58,7 @@ def location_of_exception(error: BaseException) -> SourceLocation | None:
     traceback: TracebackType | None = error.__traceback__
     while traceback is not None:
         file, line = traceback.tb_frame.f_code.co_filename, traceback.tb_lineno
-        own = not _is_installed(file)
+        own = not is_installed(file)
         if not is_library(file) and (own or not best_is_own):
             best, best_is_own = SourceLocation(file, line, linecache.getline(file, line).strip()), own
         traceback = traceback.tb_next
@@ -83,8 +76,7 @@ def model_errors(message: str, *pass_through: type[Exception]) -> Iterator[None]
     except Exception as error:
         if isinstance(error, (NnscalerError, *pass_through)):
             raise
-        first = (str(error).strip().splitlines() or [""])[0]
-        told = f"{message}: {type(error).__name__}: {first[:300]}"
+        told = f"{message}: {in_one_line(error, 300)}"
         raise NnscalerError("model_raised", told, location_of_exception(error)) from error
 
 
@@ -96,7 +88,7 @@ def location_of_frames() -> SourceLocation | None:
         file, line = frame.f_code.co_filename, frame.f_lineno
         if not is_library(file):
             here = SourceLocation(file, line, linecache.getline(file, line).strip())
-            if not _is_installed(file):
+            if not is_installed(file):
                 return here
             best = best or here
         frame = frame.f_back

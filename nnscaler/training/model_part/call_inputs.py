@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nnscaler.errors import NnscalerError
+from nnscaler.runtime.nested_values import items_of
 from nnscaler.tracing.graph_builder import TensorName
 from nnscaler.tracing.sample_inputs import SampleInputs
 
@@ -48,19 +48,19 @@ class CallInputs:
             dims, dtype = self.kinds[wanted.name]
             if given.dim() != dims:
                 raise self._differs(f"was compiled for {path} of {dims} dims, and was given {list(given.shape)}")
-            if given.is_floating_point() != dtype.is_floating_point:
+            if (given.is_floating_point(), given.is_complex()) != (dtype.is_floating_point, dtype.is_complex):
                 raise self._differs(f"was compiled for {path} of {dtype}, and was given {given.dtype}")
             found[wanted.name] = given
             return
-        pairs, others = _items(wanted), _items(given)
+        pairs, others = items_of(wanted), items_of(given)
         if isinstance(given, Tensor) or (pairs is None) != (others is None):
             raise self._differs(f"was compiled for {path} = {_brief(wanted)}, and was given {_brief(given)}")
         if pairs is None or others is None:
             if type(wanted) is not type(given) or (wanted is not given and wanted != given):
                 raise self._differs(f"was compiled for {path} = {wanted!r}, and was given {given!r}")
             return
-        if list(pairs) != list(others):
-            raise self._differs(f"was compiled for {path or 'arguments'} {list(pairs)}, and was given {list(others)}")
+        if pairs.keys() != others.keys():
+            raise self._differs(f"was compiled for {path or 'arguments'} {_keys(pairs)}, and was given {_keys(others)}")
         for key, value in pairs.items():
             self._match(value, others[key], f"{path}[{key!r}]" if path else f"`{key}`", found)
 
@@ -82,17 +82,8 @@ def _bound(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[
     return dict(bound.arguments)
 
 
-def _items(value: Any) -> dict[Any, Any] | None:
-    """Return what a container has, by key, field or position, in order; None for any other value."""
-    if isinstance(value, Mapping):
-        return {key: value[key] for key in sorted(value, key=str)}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return dict(zip(value._fields, value, strict=True))
-    if isinstance(value, tuple | list):
-        return dict(enumerate(value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type | TensorName):
-        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-    return None
+def _keys(items: Mapping[Any, Any]) -> list[Any]:
+    return sorted(items, key=str)
 
 
 def _brief(value: Any) -> str:

@@ -15,6 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from nnscaler.error_text import first_line
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.communication.communicator import CommunicationError, ProgramError
 from nnscaler.runtime.training.saving.checkpoint import MODEL, CannotWrite, everywhere
@@ -157,7 +158,7 @@ class SafetensorFiles:
         except NnscalerError:
             raise
         except Exception as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            reason = first_line(error) or type(error).__name__
             message = f"{file} cannot be read, it may be cut short: {reason}"
             help = None
             if zipfile.is_zipfile(file):

@@ -101,6 +101,7 @@ def test_files_of_ours_are_not_the_users(tmp_path: Path) -> None:
         assert not is_users(file)
     assert is_users(mine) and is_users(__file__) and not is_users("<string>") and not is_users(None)
     assert is_users(str(Path(str(nnscaler.__file__)).parents[1] / "nnscaler_models" / "gpt.py"))  # only named like us
+    assert is_users(str(tmp_path / "my-site-packages" / "gpt.py"))
 
 
 def test_errors_of_the_factory_name_the_users_line(tmp_path: Path) -> None:

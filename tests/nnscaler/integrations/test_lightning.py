@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from nnscaler.errors import NnscalerError
 from nnscaler.integrations.lightning import NnscalerStrategy
 from nnscaler.integrations.lightning_checks import Fixed, Switches, check_module
-from nnscaler.integrations.lightning_metrics import Metrics
+from nnscaler.integrations.lightning_metrics import Metrics, metrics_recorded
 from nnscaler.integrations.lightning_steps import StepModule
 
 TOLERANCE = 1e-12
@@ -304,3 +305,32 @@ def test_numbers_and_texts_and_tensors_of_a_batch_that_differ_are_told() -> None
 def test_the_engine_is_there_during_fit_alone() -> None:
     with pytest.raises(NnscalerError, match="during `fit` alone"):
         _ = NnscalerStrategy("dp=2").engine
+
+
+@dataclass
+class Scored:
+    values: Tensor
+
+
+class Total(torchmetrics.Metric):  # type: ignore[misc]
+    """The sum of what is scored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.tensor(0.0))
+
+    def update(self, scored: Scored) -> None:
+        self.total += scored.values.sum()
+
+    def compute(self) -> Tensor:
+        return self.total
+
+
+def test_a_metric_gets_the_tensors_of_a_dataclass_as_they_are_in_the_step() -> None:
+    """It got those of the trace."""
+    module, calls, measured = torch.nn.ModuleDict({"total": Total()}), [], {}
+    with metrics_recorded(module, calls, measured):
+        module["total"].update(Scored(torch.ones(3)))
+    (name,) = measured
+    Metrics(module).run(calls, {name: torch.full((3,), 5.0)})
+    assert float(module["total"].compute()) == 15.0

@@ -189,7 +189,7 @@ def test_a_number_that_no_axis_has(text: str, wrong: str) -> None:
         parse_spec(text, 4)
 
 
-@pytest.mark.parametrize("text", ["dp", "dp=", "dp=two", "xp=2", "dp:2", "dp=-2"])
+@pytest.mark.parametrize("text", ["dp", "dp=", "dp=two", "dp=²", "xp=2", "dp:2", "dp=-2"])
 def test_what_is_no_specification_is_refused(text: str) -> None:
     with pytest.raises(NnscalerError, match=r"is not one of dp=N, shard=N, cp=N, tp=N, pp=N, zero=1\|2\|3"):
         parse_spec(text, 4)

@@ -15,6 +15,7 @@ import torch
 
 from nnscaler.records_as_json import encode
 from nnscaler.runtime import launch
+from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.program.program_directory import describe_state
 from nnscaler.runtime.training.saving.checkpoint import RunRecord, begin, publish, run_objects
 from nnscaler.runtime.training.saving.dcp import whole, write_part
@@ -139,6 +140,13 @@ def test_a_checkpoint_of_a_model_with_other_shapes(tmp_path: Path, capsys: pytes
         assert launch.main([*arguments, "--load", str(other)]) == 2
         told = f"is a checkpoint of another model: `second.weight` is {kind} in it, and the program's is float32[1, 3]"
         assert told in capsys.readouterr().err
+
+
+def test_a_run_in_another_precision_saves_complex_numbers_for_others_too() -> None:
+    narrow = torch.zeros(2, dtype=torch.complex64)
+    launch._check_same_kind("weight", narrow.to(torch.complex128), narrow, "saved")
+    with pytest.raises(ProgramError, match="saved is a checkpoint of another model: `weight` is complex64"):
+        launch._check_same_kind("weight", narrow, narrow.real, "saved")
 
 
 def test_a_checkpoint_that_cannot_be_written(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import UserDict
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.utils.parametrizations import weight_norm
 
 from nnscaler.errors import NnscalerError
 from tests.sampling import only
@@ -17,6 +20,7 @@ from tests.verify.external import programs
 from tests.verify.external.programs import program
 from tests.verify.test_masks_and_counters import FILLS, SEEN
 from verify.external.differential_run import ExternalSettings
+from verify.external.proof import prove_external
 from verify.external.verify import verify_program
 from verify.results.report import Report
 from verify.results.verdict import Verdict
@@ -180,3 +184,74 @@ def test_hooks_of_the_plain_model_are_part_of_it() -> None:
     (lost,) = _verified(Hooked, programs.fully_sharded).findings  # new parameters have no hooks
     assert (lost.code, lost.counter_example["factor"]) == ("gradient_differs", "0.5")
     assert "up.weight" in lost.message
+
+
+@dataclass(frozen=True)
+class Rows:
+    x: Tensor
+    y: Tensor
+
+
+def _rows_of(kind: Any) -> dict[str, Any]:
+    """Return how a program has its batch in a container of this kind."""
+    x, y = programs.batch()
+
+    def step(model: Any, batch: Any) -> Tensor:
+        return model(batch.x, batch.y) if kind is Rows else model(batch["x"], batch["y"])
+
+    return {"batch": lambda: kind(x=x, y=y), "step": step}
+
+
+@pytest.mark.parametrize("kind", [UserDict, Rows])
+@pytest.mark.parametrize("way", only(("proof",), ("proof", "run")))
+def test_rows_in_any_container_are_divided(kind: Any, way: str) -> None:
+    """The proof had each rank see a whole batch of these, and the run refused the 0 rows of a dataclass."""
+    found = []
+    for parallelize in (programs.replicated, programs.unreduced):
+        one = replace(program(parallelize, dp=2), **_rows_of(kind))
+        found.append(prove_external(one) if way == "proof" else verify_program(one, ONE_STEP))
+    assert found[0].verdict.passes and found[1].verdict is Verdict.REFUTED
+
+
+class Normed(programs.Net):
+    """Its `up` is parametrised by two tensors of one name, `original0` and `original1`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = weight_norm(nn.Linear(6, 8))
+
+
+@pytest.mark.parametrize("skipped", only((1,), (0, 1)))
+def test_the_tensors_of_one_parametrisation_stay_several(skipped: int) -> None:
+    """The proof had one name for both, and so proved no program with weight norm."""
+
+    def averaged(but: str) -> Any:
+        def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
+            group = mesh.get_group("dp")
+            for name, parameter in model.named_parameters():
+                if not name.endswith(but):
+                    parameter.register_hook(lambda gradient: collectives.all_reduce(gradient, "avg", group))
+
+        return parallelize
+
+    right, wrong = (prove_external(program(averaged(but), model=Normed, dp=2)) for but in ("*", f"original{skipped}"))
+    assert right.verdict.passes, right.findings
+    assert wrong.verdict is Verdict.REFUTED and f"`up.weight.original{skipped}`" in (wrong.reason or "")
+
+
+class Idle(programs.Net):
+    """Its `idle` has a gradient of zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x, y) + 0 * self.idle.sum()
+
+
+def test_an_update_that_is_no_number_decides_nothing() -> None:
+    """NaN after the last step equalled that of any program."""
+    with pytest.raises(NnscalerError, match=r"the updated idle of the plain model .* is not finite in step 0") as error:
+        _verified(Idle, optimizer=lambda made: torch.optim.Adam(made.parameters(), lr=0.01, eps=0.0))
+    assert error.value.code == "reference_not_finite"

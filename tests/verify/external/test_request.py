@@ -70,6 +70,7 @@ WRONG: list[tuple[ExternalRequest, dict[str, Any], str]] = [
     (SCRIPT, {"checkpoint": True}, "--checkpoint is not for a script"),
     (FILE, {"mesh": "dp"}, "'dp' of the mesh 'dp' is no axis with a size"),
     (FILE, {"mesh": "dp=0"}, "is no axis with a size"),
+    (FILE, {"mesh": "dp=--2"}, "is no axis with a size"),
     (FILE, {"mesh": "dp=2,dp=2"}, "names an axis twice: dp, dp"),
 ]
 

@@ -44,6 +44,14 @@ def test_the_model_is_copied_and_integers_stay() -> None:
     assert int(other.count) == 7  # type: ignore[arg-type]
 
 
+def test_complex_parameters_are_moved() -> None:
+    """They stayed, so that the noise of a model of complex numbers was that of none."""
+    model = nn.Linear(3, 2, dtype=torch.complex128)
+    other = moved_model(model, torch.float64, torch.Generator().manual_seed(0))
+    apart = torch.view_as_real(other.weight - model.weight)
+    assert bool(apart.any(0).any(0).all()) and float(apart.abs().max()) < 1e-15
+
+
 def test_tied_parameters_stay_tied() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].weight = model[0].weight

@@ -10,7 +10,13 @@ from torch import Tensor
 
 from op_registry.spec import OperatorSpec, SourceLocation
 
-from tests.verify.size_branches import WrongBackwardIfWide, centred_by_step, centred_from, centred_where_long
+from tests.verify.size_branches import (
+    WrongBackwardIfWide,
+    as_of_library,
+    centred_by_step,
+    centred_from,
+    centred_where_long,
+)
 from verify.evidence.verify_op_options import OpOptions
 from verify.operators.verify_spec import verify_spec
 from verify.results.report import Report
@@ -288,3 +294,15 @@ def test_numbers_that_are_not_tried_are_named() -> None:
     report = verified(many_numbers, "n d -> n d")
     assert report.verdict.passes
     assert "of the numbers in its code, 2, 4, 5 were not tried as sizes" in report.notes
+
+
+def copied_where_one(x: Tensor) -> Tensor:
+    return x * 1.0 if x.shape[0] != 1 else x.clone()
+
+
+@pytest.mark.parametrize("of_library", [False, True])
+def test_a_question_whether_a_size_is_one_is_torchs_in_files_of_torch_alone(of_library: bool) -> None:
+    """In torchvision's it was taken for one of torch's kernels, and the operator proved for all sizes."""
+    report = verified(as_of_library(copied_where_one) if of_library else copied_where_one)
+    assert report.verdict is Verdict.PROVED_BOUNDED
+    assert any("no rank holds less than 2" in check.detail for check in report.checks)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -22,6 +21,7 @@ from op_registry.bind_annotation import size_arguments
 from op_registry.call import Call, TensorArgument, map_instances
 
 from nnscaler.ir.operation_annotations import Signature
+from nnscaler.is_user_file import beside
 from nnscaler.runtime.start_autograd import start_autograd
 from verify.evidence.dimension_types.generalise_localize_hooks import resolved
 from verify.evidence.dimension_types.states import Size, size_of
@@ -33,7 +33,7 @@ from verify.evidence.inputs.concrete_call import with_tensors
 # proof. The same question in the operator's code may lead to anything.
 
 _NUMBERS = torch.__file__  # where SymInt and SymBool are, which Python code asks
-_TORCH = str(Path(_NUMBERS).parent)
+_TORCH = beside(_NUMBERS)
 
 
 class Guards(list[Any]):

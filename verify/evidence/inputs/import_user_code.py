@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 
+from nnscaler.error_text import in_one_line
 from nnscaler.errors import GUARD_MAIN, NnscalerError, SourceLocation, exit_call
 from nnscaler.is_user_file import is_users
 
@@ -66,8 +67,7 @@ def _guarded(load: Callable[[], ModuleType], what: str, folder: Path | None) -> 
         help = "it is searched as Python would, and in the current folder" if folder is None else None
         raise NnscalerError("import_failed", f"cannot import {what}: {error}", _place(error), help) from error
     except Exception as error:
-        text = (str(error).strip().splitlines() or [""])[0]
-        message = f"cannot import {what}: {type(error).__name__}{': ' if text else ''}{text}"
+        message = f"cannot import {what}: {in_one_line(error)}"
         raise NnscalerError("import_failed", message, _place(error)) from error
 
 

@@ -11,6 +11,7 @@ import time
 import torch
 from torch import Tensor
 
+from nnscaler.error_text import in_one_line
 from verify.evidence.oracle.case_runner import OperatorRunner, Prepared
 from verify.evidence.oracle.enumerate_cases import Base, Enumerator
 from verify.evidence.oracle.run_whole_operator import run_whole
@@ -54,7 +55,7 @@ def _problem(runner: OperatorRunner, prepared: Prepared, seed: int, kept: frozen
     try:
         alone = run_whole(function, whole.concrete, generator, whole.dtype, without, random)
     except Exception as error:  # noqa: BLE001 - an operator that cannot do it is the finding
-        return f"it raises {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+        return f"it raises {in_one_line(error, 200)}"
     bound = prepared.bound
     for index, (expected, found) in enumerate(zip(whole.outputs, alone.outputs, strict=True)):
         if whole.concrete.compare and not _same(expected, found, bound.agree):

@@ -18,13 +18,14 @@ from op_registry.annotation.well_formed import parse_checked
 from op_registry.numbers_in_user_code import numbers_in
 from op_registry.spec import OperatorSpec
 
+from nnscaler.error_text import in_one_line
 from nnscaler.errors import AnnotationError
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice, Split
 from verify.evidence.inputs.draw_calls import OTHER_DIMS, SECOND_SIZE, SPLIT_SIZE, Style, choose_sizes, dims_of
 from verify.evidence.oracle.annotation_claims import Claimed, Target, choice_of, form_of, split_by
 from verify.evidence.oracle.case_runner import OperatorRunner, Prepared, WholeRaised
-from verify.evidence.oracle.find_runnable_inputs import Unusable, first_inputs, first_line, without_derivatives
+from verify.evidence.oracle.find_runnable_inputs import Unusable, first_inputs, without_derivatives
 from verify.evidence.split_case import Inputs, SplitCase
 from verify.evidence.verify_op_options import DRAWS, Kind, OpOptions
 
@@ -115,7 +116,7 @@ def why_unused(runner: OperatorRunner, sample: int) -> str:
     try:
         runner.prepare(Inputs(sample, (), "given", runner.options.seed))
     except WholeRaised as raised:
-        return first_line(raised.error)
+        return in_one_line(raised.error, 200)
     return ""
 
 
@@ -351,4 +352,4 @@ def enumerate_cases(spec: OperatorSpec, options: OpOptions | None = None) -> Ite
                 yield runner, case
 
 
-__all__ = ["Base", "Enumerator", "Target", "Unusable", "bases", "enumerate_cases", "first_line"]
+__all__ = ["Base", "Enumerator", "Target", "Unusable", "bases", "enumerate_cases"]

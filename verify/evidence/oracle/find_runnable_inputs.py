@@ -14,6 +14,7 @@ from itertools import chain, combinations, islice, product
 from op_registry.annotation.syntax_tree import Annotation, Operand
 from op_registry.annotation.well_formed import parse_checked
 
+from nnscaler.error_text import in_one_line
 from nnscaler.errors import AnnotationError
 from verify.evidence.inputs.draw_calls import Style, choose_sizes, identifiers_of
 from verify.evidence.oracle.case_runner import OperatorRunner, WholeRaised
@@ -77,7 +78,7 @@ def _problem(runner: OperatorRunner, inputs: Inputs) -> str | None:
         in_domain(runner, inputs)
     except WholeRaised as raised:
         shapes = ", ".join(map(str, raised.shapes))
-        return f"on inputs of shapes {shapes} `{runner.spec.name}` raises {first_line(raised.error)}"
+        return f"on inputs of shapes {shapes} `{runner.spec.name}` raises {in_one_line(raised.error, 200)}"
     return None
 
 
@@ -156,9 +157,3 @@ def _choices(annotation: Annotation, sizes: dict[str, int]) -> Iterator[tuple[tu
         for chosen in combinations(operands, count):
             for below in product(ranges, repeat=count):
                 yield tuple((position, name) for (position, _), name in zip(chosen, below, strict=True))
-
-
-def first_line(error: BaseException) -> str:
-    """Return the error's type and the first line of its text."""
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:200] if text else ''}"

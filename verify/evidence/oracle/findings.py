@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from op_registry.annotation.bind_sizes import BoundAnnotation
 from op_registry.spec import OperatorSpec
 
+from nnscaler.error_text import first_line
 from nnscaler.errors import AnnotationError
 from nnscaler.ir.placement import Choice, RunPartial, Split
 from verify.evidence.oracle.annotation_claims import Claimed, split_by, target_text
@@ -82,7 +83,7 @@ def counter_example(result: CaseResult) -> dict[str, str]:
         shapes = ", ".join(map(str, result.raised.shapes))
         rank = result.raised.rank[0] if len(result.raised.rank) == 1 else result.raised.rank
         facts["shard"] = f"{rank} with shapes {shapes}"
-        facts["error"] = (str(result.raised).splitlines() or [""])[0][:200]
+        facts["error"] = first_line(result.raised, 200)
     elif result.compared is not None:
         mismatch = result.compared.mismatches[0]
         facts["tensor"] = mismatch.what

@@ -19,6 +19,7 @@ from op_registry.bind_annotation import bind_call, linear_sets
 from op_registry.call import Call, TensorArgument
 from op_registry.spec import OperatorSpec, Refusal
 
+from nnscaler.error_text import first_line, in_one_line
 from nnscaler.ir.derive_operand_layouts import explain_illegal_choice
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice, RunPartial, Split
@@ -182,6 +183,4 @@ def _two_each(signature: Signature, choice: Choice, parts: Sequence[int]) -> boo
 
 
 def _first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    shown = text[0][:200] if text else ""
-    return shown if isinstance(error, Unsupported) else f"{type(error).__name__}: {shown}"
+    return first_line(error, 200) if isinstance(error, Unsupported) else in_one_line(error, 200)

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from op_registry.call import instances_in
-
+from nnscaler.runtime.nested_values import tensors_in
 from nnscaler.runtime.tensor_difference import difference
 from nnscaler.tracing.export.module_copies import copied_with_hooks
 from verify.external.observe_rank_run import modules_of, parallelised, rows_of, run_step
@@ -118,7 +117,7 @@ def _recorded(modules: Sequence[nn.Module]) -> Iterator[tuple[list[Seen], list[S
         kind = type(module).__name__
 
         def ended(_module: nn.Module, _inputs: object, output: object) -> None:
-            value = next((t for t in instances_in(output, Tensor) if t.is_floating_point()), None)
+            value = next((t for t in tensors_in(output) if t.is_floating_point()), None)
             if value is None or value.numel() > _LARGEST:
                 return
             forward.append(Seen(name, kind, _kept(value)))

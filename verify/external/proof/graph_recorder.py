@@ -12,7 +12,6 @@ from __future__ import annotations
 import linecache
 import sys
 from collections.abc import Hashable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from op_registry.call import map_leaves
 from op_registry.spec import SourceLocation
 
+from nnscaler.is_user_file import beside
 from verify.evidence.dimension_types.trace import written
 from verify.evidence.inputs.concrete_call import flat
 from verify.evidence.operator_trace import arguments_of, functional
@@ -38,8 +38,8 @@ from verify.external.ranks.torch_private_trace import (
 STALE, CAPTURED = "stale", "captured"
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, FakeTensor, torch.nn.Buffer})
-_TORCH = str(Path(torch.__file__).parent)
-_OWN = str(Path(__file__).parent)
+_TORCH = beside(torch.__file__)
+_OWN = beside(__file__)
 _SEEN_AS = frozenset(  # views of one tensor with one result
     getattr(getattr(torch.ops.aten, name), overload)
     for name, overload in (

@@ -12,13 +12,12 @@ from dataclasses import dataclass, field
 from math import prod
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from op_registry.call import instances_in
 from op_registry.spec import SourceLocation
 
 from nnscaler.layout import Axis
+from nnscaler.runtime.nested_values import tensors_in
 from verify.external.program import ExternalProgram
 from verify.external.proof.align_ranks import Aligned, align
 from verify.external.proof.facts import Fact, NoFact
@@ -163,8 +162,8 @@ def _condition(program: ExternalProgram, axes: Sequence[Axis], label: int) -> st
     """Return what the proof says of labels that do not count; a finding where the batch is not so."""
     text = f"every data part has as many labels that are not {label} as every other"
     parts = prod(axis.size for axis in axes if axis.name in program.data_axes)
-    for tensor in tree_leaves(program.batch()):
-        if isinstance(tensor, Tensor) and tensor.ndim and not tensor.is_floating_point():
+    for tensor in tensors_in(program.batch()):
+        if tensor.ndim and not tensor.is_floating_point():
             ignored = [piece == label for piece in torch.tensor_split(tensor, parts)]
             if any(not torch.equal(ignored[0], other) for other in ignored[1:]):
                 return Finding("loss_differs", f"it holds only if {text}, which is not seen of this batch")

@@ -25,10 +25,11 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import keystr, tree_map_with_path
 
+from nnscaler.error_text import in_one_line
 from nnscaler.layout import Axis
 from nnscaler.layout import DeviceMesh as Ranks
+from nnscaler.runtime.nested_values import leaves_of, map_tensors
 from nnscaler.runtime.start_autograd import start_autograd
 from verify.evidence.dimension_types.trace import written
 from verify.evidence.operator_trace import arguments_of
@@ -39,6 +40,7 @@ from verify.external.proof.rank_graph import HeldInGraph, RankGraph, pruned
 from verify.external.ranks.torch_private_trace import fake_world, group_ranks, meshes_for_real
 from verify.external.reference import row_count
 from verify.external.torchrun.cuda_on_cpu import replaced
+from verify.programs.reference.eager import state_of
 
 Spans = Callable[[str], tuple[str, ...] | None]  # name of a group -> the mesh axes that it spans
 WHOLE = -1  # "rank" of the plain model's graph
@@ -58,7 +60,7 @@ def trace_rank(program: ExternalProgram, rank: int) -> RankGraph:
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
         model = _model(program, mode)
         with mode:
-            watch = _OperatorWatch(list(state_of(model)))
+            watch = _OperatorWatch(list(_state(model)))
             with replaced(_ddp_by_hooks()):
                 with watch, meshes_for_real():
                     returned = _attempt("`parallelize`", lambda: program.parallelize(model, mesh))
@@ -66,7 +68,7 @@ def trace_rank(program: ExternalProgram, rank: int) -> RankGraph:
                 _refuse_hooks(runs)
                 batch = _part(_attempt("`batch()`", program.batch), mode, program, places)
                 graph = _traced(runs, batch, program.step, rank, places, _spans(axes, rank))
-            doubts = {name: watch.doubt(name, tensor, program.names) for name, tensor in state_of(runs)}
+            doubts = {name: watch.doubt(name, tensor, program.names) for name, tensor in _state(runs)}
             stored = {name: replace(held, doubt=doubts.get(name, "")) for name, held in graph.stored.items()}
             return replace(graph, stored=stored)
 
@@ -171,8 +173,7 @@ def _attempt(what: str, call: Callable[[], Any]) -> Any:
     except NotTraced:
         raise
     except Exception as error:
-        message = str(error).strip().partition("\n")[0]
-        raise NotTraced(f"{what} raises {type(error).__name__} on fake tensors: {message}") from error
+        raise NotTraced(f"{what} raises on fake tensors: {in_one_line(error)}") from error
 
 
 _OF_DDP = frozenset(  # arguments that do not change what its reducer computes
@@ -243,17 +244,15 @@ def _part(batch: Any, mode: FakeTensorMode, program: ExternalProgram, places: Ma
 
     rows = row_count(batch)
 
-    def part(path: Any, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
+    def part(value: Tensor) -> Tensor:
         fake = value if _is_fake(value, mode) else mode.from_tensor(value)
         if parts == 1 or fake.ndim == 0 or fake.shape[0] != rows:
             return fake
         if rows % parts:
-            raise NotTraced(f"the {rows} rows of {keystr(path)} do not divide into {parts} parts")
+            raise NotTraced(f"the {rows} rows of `batch()` do not divide into {parts} parts")
         return fake[index * (rows // parts) : (index + 1) * (rows // parts)].clone()
 
-    return tree_map_with_path(part, batch)
+    return map_tensors(batch, part)
 
 
 def _is_fake(value: Tensor, mode: FakeTensorMode) -> bool:
@@ -286,18 +285,23 @@ def _traced(
 ) -> RankGraph:
     recorder = GraphRecorder()
     inputs = {}
-    for path, tensor in _leaves(batch):
-        inputs[path] = recorder.given(tensor, f"batch {path}")
-    stored = {name: _held(recorder, tensor, spans, f"stored {name}") for name, tensor in state_of(runs)}
+    for path, leaf in leaves_of(batch):
+        if isinstance(leaf, Tensor):
+            inputs[path] = recorder.given(leaf, f"batch {path}")
+    stored = {name: _held(recorder, tensor, spans, f"stored {name}") for name, tensor in _state(runs)}
     with ExitStack() as stack:
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(recorder)
         loss = _attempt("the step", lambda: step(runs, batch))
         if isinstance(loss, Tensor) and loss.requires_grad:
             _attempt("the backward pass", loss.backward)
-    gradients = {n: _held(recorder, p.grad, spans) for n, p in named_parameters(runs) if p.grad is not None}
+    gradients = {
+        name: _held(recorder, tensor.grad, spans)
+        for name, tensor in _state(runs)
+        if isinstance(tensor, nn.Parameter) and tensor.grad is not None
+    }
     found = _held(recorder, loss, spans) if isinstance(loss, Tensor) else None
-    after = {name: _held(recorder, tensor, spans) for name, tensor in state_of(runs)}
+    after = {name: _held(recorder, tensor, spans) for name, tensor in _state(runs)}
     changed = {name: held for name, held in after.items() if name not in stored or held.ref != stored[name].ref}
     named = {a for c in recorder.calls for a in c.arguments.values() if isinstance(a, str)}
     groups = {name: spans(name) for name in sorted(named) if _is_group(name)} if places else {}
@@ -324,32 +328,9 @@ def _is_group(name: str) -> bool:
     return True
 
 
-def _leaves(batch: Any) -> Iterator[tuple[str, Tensor]]:
-    found: list[tuple[str, Tensor]] = []
-    tree_map_with_path(lambda path, v: found.append((keystr(path), v)) if isinstance(v, Tensor) else None, batch)
-    return iter(found)
-
-
-def canonical_name(name: str) -> str:
-    """Return a parameter's name without what wrappers and parametrisations add to it."""
-    drop = ("module", "_orig_mod", "_checkpoint_wrapped_module", "parametrizations")
-    parts = [part for part in name.split(".") if part not in drop]
-    if parts[-1].startswith("original") and "parametrizations" in name.split("."):
-        parts.pop()
-    return ".".join(parts)
-
-
-def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield all parameters, a tied one under each of its names."""
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        yield canonical_name(name), parameter
-
-
-def state_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters and buffers, stored ones or not."""
-    yield from named_parameters(module)
-    for name, buffer in module.named_buffers(remove_duplicate=False):
-        yield canonical_name(name), buffer
+def _state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters and buffers, stored ones or not; a tied one under each of its names."""
+    return ((clean_name(name), tensor) for name, tensor, _ in state_of(module))
 
 
 def _held(recorder: GraphRecorder, tensor: Tensor, spans: Spans, name: str = "") -> HeldInGraph:

@@ -15,16 +15,16 @@ from types import FrameType, TracebackType
 
 import torch
 
+from nnscaler.is_user_file import beside, is_installed
 from nnscaler.tracing import float64_run
 
 _FOREIGN = (
-    os.path.dirname(torch.__file__) + os.sep,
-    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,  # verify/external wraps torch, calls programs
+    beside(torch.__file__),
+    beside(beside(__file__)[:-1]),  # verify/external wraps torch, calls programs
     os.path.abspath(float64_run.__file__),  # its mode is around every function of torch
     "<",  # frozen modules, and code that was made at run time
 )
 _STANDARD = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
-_PACKAGES = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _WRAPPERS = frozenset({"typing_extensions.py"})  # decorators of torch's deprecated functions
 
@@ -98,4 +98,4 @@ def is_program(file: str) -> bool:
     """Tell whether a file is the program's, or of a library that it uses, rather than torch's or ours."""
     if file.startswith(_FOREIGN) or os.path.basename(file) in _WRAPPERS:
         return False
-    return file.startswith(_PACKAGES) or not file.startswith(_STANDARD)
+    return is_installed(file) or not file.startswith(_STANDARD)

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nnscaler.is_user_file import beside
 from nnscaler.runtime.communication.communicator import CommunicationCall
 from verify.external.ranks.call_sites import is_program
 from verify.external.ranks.torch_private import Work
 
-_HERE = str(Path(__file__).parent)
+_HERE = beside(__file__)
 _BY_NAME = torch.distributed.distributed_c10d.__file__
 _WITHOUT_RESULT = ("send", "barrier")
 

@@ -9,8 +9,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from nnscaler.error_text import first_line
 from nnscaler.runtime.tensor_bits import distance_of_copies, same_bits
-from nnscaler.runtime.tensor_difference import FLOAT64_BOUND, difference, is_finite
+from nnscaler.runtime.tensor_difference import FLOAT64_BOUND, difference, is_finite, is_whole
 from verify.external.comparison.compare import compare
 from verify.external.comparison.comparison_records import ComparisonResult, Difference, PartGradients, ProgramRun
 from verify.external.comparison.findings import findings
@@ -32,7 +33,7 @@ from verify.external.torchrun.match_one_rank import (
     unmatched,
 )
 from verify.external.torchrun.records import Clipped, ScriptRecord
-from verify.external.torchrun.reference_processes import Failed, NotMatched, first_line
+from verify.external.torchrun.reference_processes import Failed, NotMatched
 from verify.external.torchrun.run_ranks_and_reference import ScriptRunner
 from verify.programs.low_precision.noise import moved
 from verify.results.finding import Finding
@@ -225,7 +226,7 @@ def _noise(runner: ScriptRunner, material: Material, double: bool, way: Way, tru
     unknown: list[str] = []
     for draw in range(DRAWS):
         start = {
-            name: moved(value, value.dtype, generator) if value.is_floating_point() else value
+            name: value if is_whole(value) else moved(value, value.dtype, generator)
             for name, value in material.start.items()
         }
         for seed in (draw, None):  # a script may not run under what takes its sums in another order
@@ -234,7 +235,7 @@ def _noise(runner: ScriptRunner, material: Material, double: bool, way: Way, tru
                 runs.append((reference_of(made, len(truth.steps)), truth))
                 break
             except (NotMatched, Failed) as problem:
-                unknown.append(first_line(str(problem)))
+                unknown.append(first_line(problem, 300))
     found = largest_distances(runs)
     noise = {key: max(found.get(key, 0.0), floor.get(key, 0.0)) for key in {**floor, **found}}
     why = "" if runs else f"{UNKNOWN}: {unknown[0]}"

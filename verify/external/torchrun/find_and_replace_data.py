@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from nnscaler.is_user_file import OURS, beside
+from nnscaler.runtime.nested_values import map_tensors, tensors_in
 from nnscaler.runtime.tensor_difference import FLOAT64_BOUND, difference, is_whole
 from nnscaler.tracing.float64_run import without_drop
 from verify.external.parameter_mapping import local_value
@@ -28,7 +28,8 @@ _NORMS = frozenset(
     ("norm", "linalg_norm", "linalg_vector_norm", "_foreach_norm", "square", "pow", "__pow__", "dot", "sum", "max",
      "amax", "clamp", "clamp_", "clip", "clip_", "_foreach_clamp_max_", "_foreach_clamp_min_")
 )  # fmt: skip
-_OTHERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))  # code that is no script's
+# code that is no script's
+_OTHERS = (beside(torch.__file__), *OURS)
 # of numbers; torch.randperm draws an order in which data are taken, and is no row of them
 _ENTROPIES = (nn.functional.cross_entropy, nn.functional.nll_loss)
 _DRAWS: frozenset[Any] = frozenset(
@@ -48,8 +49,7 @@ def exchanged(value: Any, kind: str, take: Take) -> Any:
 
     Where nothing is replaced, the value itself is returned.
     """
-    found: list[Tensor] = []
-    _mapped(value, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
+    found = [tensor for tensor in tensors_in(value) if is_data(tensor)]
     if not found:
         return value
     local = tuple(local_value(tensor) for tensor in found)
@@ -57,34 +57,12 @@ def exchanged(value: Any, kind: str, take: Take) -> Any:
     if all(one is other for one, other in zip(taken, local, strict=True)):
         return value
     made = iter([_like(new, old) for new, old in zip(taken, found, strict=True)])
-    return _mapped(value, lambda tensor: next(made))
+    return map_tensors(value, lambda tensor: next(made) if is_data(tensor) else tensor)
 
 
 def _like(value: Tensor, old: Tensor) -> Tensor:
     if isinstance(old, DTensor):
         return DTensor.from_local(value, old.device_mesh, old.placements, run_check=False)
-    return value
-
-
-def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Return the value with `function` of each tensor of data in its place."""
-    if isinstance(value, Tensor):
-        return function(value) if is_data(value) else value
-    if isinstance(value, Mapping):
-        items = {key: _mapped(item, function) for key, item in value.items()}
-        if all(items[key] is value[key] for key in items):
-            return value
-        if type(value) is dict:
-            return items
-        made: Any = copy.copy(value)  # a batch of a library: a mapping with methods
-        for key, item in items.items():
-            made[key] = item
-        return made
-    if isinstance(value, tuple | list):
-        parts = [_mapped(item, function) for item in value]
-        if all(one is other for one, other in zip(parts, value, strict=True)):
-            return value
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return value
 
 
@@ -156,7 +134,7 @@ class ScriptMode(TorchFunctionMode):
         script = not caller.startswith(_OTHERS)
         if getattr(func, "__self__", None) is Tensor.grad:
             self._gradients |= {_storage(made)} if script and isinstance(made, Tensor) else set()
-        elif caller.startswith(_OTHERS[1]) or not (script or self._own()):
+        elif caller.startswith(OURS) or not (script or self._own()):
             return
         elif any(isinstance(value, Tensor) and self._of_gradients(value) for value in _values(given, named)):
             self.measured |= func.__name__ in _NORMS
@@ -201,11 +179,8 @@ def _meets_data(given: Sequence[Any], named: Mapping[str, Any]) -> bool:
 
 def close(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors are the same data, up to the rounding of what was computed before."""
-    if one.shape != other.shape:
-        return False
-    if is_whole(one):
-        return torch.equal(one, other.to(one.dtype)) if not other.is_floating_point() else False
-    return difference(one, other).relative <= (FLOAT64_BOUND if one.dtype == torch.float64 else 1e-5)
+    bound = 0.0 if is_whole(one) else FLOAT64_BOUND if one.dtype == torch.float64 else 1e-5
+    return not (is_whole(one) and other.is_floating_point()) and difference(one, other).relative <= bound
 
 
 def varied(tensor: Tensor, part: int, number: int) -> Tensor:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from nnscaler.error_text import in_one_line
 from verify.external.torchrun.records import Unmatched
 from verify.processes.pool import Died, Done, Event, Note, Task, run_forked
 
@@ -58,7 +59,7 @@ def _task(function: Callable[[int], None], number: int, folder: Path) -> Task[_E
         except Unmatched as problem:
             return _Ending(str(problem), matched=False)
         except BaseException as error:  # noqa: BLE001 - a script that fails is a result
-            return _Ending(f"{type(error).__name__}: {first_line(str(error))}")
+            return _Ending(f"{in_one_line(error, 300)}")
         finally:
             with suppress(OSError, ValueError):
                 sys.stdout.flush()
@@ -66,11 +67,6 @@ def _task(function: Callable[[int], None], number: int, folder: Path) -> Task[_E
         return _Ending()
 
     return run
-
-
-def first_line(text: str) -> str:
-    """Return the first line of a message, shortened."""
-    return (text.strip().splitlines() or [""])[0][:300]
 
 
 def redirect(file: Path) -> None:

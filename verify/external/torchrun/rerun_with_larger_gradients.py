@@ -18,13 +18,14 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import ceil, inf, isclose, isfinite, log2
 
+from nnscaler.error_text import first_line
 from verify.external.comparison.comparison_records import ComparisonResult
 from verify.external.comparison.findings import findings
 from verify.external.ranks.run_result import RanksFailed
 from verify.external.torchrun.compare_with_one_rank import Attempt, Judged, attempt_of, explained
 from verify.external.torchrun.match_one_rank import Layout, NoParts, material_of, parts_of
 from verify.external.torchrun.records import Clipped, ScriptRecord
-from verify.external.torchrun.reference_processes import Failed, NotMatched, first_line
+from verify.external.torchrun.reference_processes import Failed, NotMatched
 from verify.external.torchrun.run_ranks_and_reference import ScriptRunner
 from verify.programs.causes.wrong_tensor import VAGUE
 from verify.results.finding import Finding
@@ -118,7 +119,7 @@ def _compared_at(
         attempt = attempt_of(other, name, made, layout, material, double, agreed.way)
     except (RanksFailed, NoParts, NotMatched, Failed) as problem:
         check = Check(size.check, Verdict.INCONCLUSIVE, 0, detail=size.why)
-        message = f"{size.words}, nothing was compared: {first_line(str(problem))}"
+        message = f"{size.words}, nothing was compared: {first_line(problem, 300)}"
         return _with(judged, check, (Finding("not_compared", message, help=size.help),))
     if not attempt.agrees:
         attempt = explained(other, attempt, [attempt], double)

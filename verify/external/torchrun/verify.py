@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from nnscaler.error_text import first_line
 from nnscaler.errors import few
 from verify.external.ranks.keep_float64_in_backward import exact_throughout
 from verify.external.ranks.run_result import RanksFailed
@@ -18,7 +19,7 @@ from verify.external.torchrun.cuda_on_cpu import WITHOUT_GPU, asks_for_gpu
 from verify.external.torchrun.find_ranks_with_same_rows import counts_for_each_rank, replicas, same_rows
 from verify.external.torchrun.match_one_rank import STARTS, Layout, NoParts, material_of, parts_of, unequal_starts
 from verify.external.torchrun.records import ScriptRecord
-from verify.external.torchrun.reference_processes import Failed, first_line
+from verify.external.torchrun.reference_processes import Failed
 from verify.external.torchrun.rerun_with_larger_gradients import with_larger_gradients, without_limits
 from verify.external.torchrun.rerun_with_unequal_labels import with_unequal_labels
 from verify.external.torchrun.run_ranks_and_reference import ScriptRunner
@@ -181,7 +182,7 @@ def _on_other_data(runner: ScriptRunner, name: str, double: bool, apart: Sequenc
         records = runner.on_ranks(double, vary=apart)
         layout = Layout(parts_of(records))
     except (RanksFailed, NoParts) as problem:
-        return f", and with other data on every rank the script does not run: {first_line(str(problem))}"
+        return f", and with other data on every rank the script does not run: {first_line(problem, 300)}"
     if layout.count < len(set(apart)) or len({len(record.steps) for record in records}) > 1:
         return ""
     return _Other(records, layout, judge(runner, name, records, layout, material_of(records, layout.parts), double))
@@ -205,7 +206,7 @@ def _run(runner: ScriptRunner, double: bool, notes: list[str]) -> tuple[tuple[Sc
         except RanksFailed as failure:
             if failure.code != "rank_raises":
                 raise
-            told = f"the script does not run in float64 ({first_line(failure.message)}): its own dtypes were used"
+            told = f"the script does not run in float64 ({first_line(failure.message, 300)}): its own dtypes were used"
     records = runner.on_ranks(False)
     notes += [told] if told else []
     return records, False

@@ -125,7 +125,7 @@ class ScriptWatch:
 
     def _take(self, kind: str, tensors: Tensors) -> Tensors:
         """Count an event, and return what is to be used."""
-        used = tuple(exact_tensor(t) if self._double and t.is_floating_point() else t for t in tensors)
+        used = tuple(exact_tensor(t) if self._double else t for t in tensors)
         events = self._events.setdefault(kind, [])
         if self._feed is not None:
             used = self._feed.data(kind, len(events), used)

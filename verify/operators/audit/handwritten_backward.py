@@ -12,7 +12,6 @@ import linecache
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
 
@@ -26,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from op_registry.spec import OperatorSpec, SourceLocation
 
+from nnscaler.is_user_file import beside
 from verify.evidence.inputs.concrete_call import ConcreteCall, function_of, outputs_of, with_tensors
 from verify.evidence.oracle.run_whole_operator import as_leaves, draw_cotangent, gradients_of
 from verify.operators.audit.central_differences import moved_from
@@ -159,7 +159,7 @@ def _saved_values_seen(found: list[Handwritten]) -> Iterator[None]:
         yield
 
 
-_TORCH = str(Path(torch.__file__).parent)
+_TORCH = beside(torch.__file__)
 
 
 # Test a hand-written backward in narrow dtypes: its gradients in float32 and bfloat16 against those in float64.

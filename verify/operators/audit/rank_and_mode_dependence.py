@@ -12,7 +12,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from pathlib import Path
 from types import FrameType, MappingProxyType
 from typing import Any, TypeVar
 from unittest.mock import patch
@@ -20,6 +19,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed
 
+from nnscaler.is_user_file import beside
 from verify.operators.audit.watched_run import Facts, Watched, apart_in_float64
 
 T = TypeVar("T")
@@ -36,8 +36,8 @@ SECOND_RANK = {
     "SLURM_PROCID": "1",
     "OMPI_COMM_WORLD_RANK": "1",
 }
-_TORCH = str(Path(torch.__file__).parent) + os.sep
-_DISTRIBUTED = str(Path(torch.distributed.__file__).parent) + os.sep
+_TORCH = beside(torch.__file__)
+_DISTRIBUTED = beside(torch.distributed.__file__)
 _LAYERS = _TORCH + "nn" + os.sep  # SyncBatchNorm asks for its user
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from op_registry.call import Call, TensorArgument
 from op_registry.spec import OperatorSpec
 
+from nnscaler.error_text import in_one_line
 from nnscaler.runtime.tensor_bits import same_values
 from nnscaler.runtime.tensor_difference import difference, family_scale
 from nnscaler.runtime.training.autocast import AskedDtypes
@@ -237,7 +238,7 @@ def shapes_of(tensors: tuple[Tensor, ...]) -> str:
 
 def one_line(error: BaseException) -> str:
     """Return an error as one short line."""
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+    return in_one_line(error, 200)
 
 
 def _parameters(function: Callable[..., Any]) -> list[str]:

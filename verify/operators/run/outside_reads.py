@@ -11,20 +11,18 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 
-from nnscaler.is_user_file import is_users
+from nnscaler.is_user_file import OURS, beside, is_users
 
 _EVENTS = frozenset(
     "open os.listdir os.scandir os.system os.exec os.posix_spawn os.spawn subprocess.Popen glob.glob pathlib.Path.glob"
     " socket.connect sqlite3.connect urllib.Request".split()
 )
-_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
-_OURS = tuple(f"{Path(__file__).resolve().parents[3] / name}{os.sep}" for name in ("nnscaler", "op_registry", "verify"))
+_TORCH_AND_OURS = (beside(torch.__file__), *OURS)
 _SHOWING_SOURCE = (f"{os.sep}warnings.py", f"{os.sep}traceback.py")
 _watching: list[list[str]] = []
 
@@ -85,7 +83,7 @@ def _for_users(frame: FrameType | None) -> bool:
 @functools.cache
 def _is_ours(file: str) -> bool:
     """Return whether a file is of torch, or of this project."""
-    return file.startswith((_TORCH, *_OURS))
+    return file.startswith(_TORCH_AND_OURS)
 
 
 @functools.cache

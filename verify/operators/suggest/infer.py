@@ -127,7 +127,7 @@ def with_star(text: str, question: Question) -> tuple[str, Question] | None:
         outputs = other.run(other.tensors, {})
     except Exception:  # noqa: BLE001 - the number of dims was our choice
         return None
-    if any(o is not None and not bool(o.isfinite().all()) for o in outputs):
+    if any(o is not None and not is_finite(o) for o in outputs):
         return None
     star = Identifier("*")
 

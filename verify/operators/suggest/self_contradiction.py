@@ -17,6 +17,7 @@ from op_registry.annotation.parser import parse
 from op_registry.annotation.syntax_tree import Identifier, Operand
 from op_registry.annotation.well_formed import with_marks
 
+from nnscaler.error_text import first_line
 from nnscaler.errors import AnnotationError, NnscalerError
 from nnscaler.ir.placement import Split
 from nnscaler.runtime.tensor_difference import difference, largest
@@ -61,7 +62,7 @@ def contradiction(
         f"`{missing[0]}` in `{annotation}` has no mark, but shards of it do not each compute the output",
         spec.where,
         facts,
-        cause=error.message.splitlines()[0],
+        cause=first_line(error.message),
         help=error.help if advice is None else f'this annotation holds (tested): "{advice.text}"\n{sentence}',
     )
     check = Check(f"split `{missing[0]}` (spatial)", Verdict.REFUTED, 1, 1)

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from nnscaler.layout import PARTIAL, REPLICATED, Partial, Sharded, State
 from nnscaler.runtime.cut_tensors import join_pieces, pieces_of
-from nnscaler.runtime.tensor_difference import is_finite, is_whole, largest
+from nnscaler.runtime.tensor_difference import FLOAT64_BOUND, difference, is_finite, is_whole
 from verify.evidence.inputs.draw_values import random_terms, refill
 from verify.evidence.verify_op_options import Kind
 from verify.operators.suggest.call_template import Number, Outputs, Question
 
 States = tuple[State | None, ...]
 DRAWS: tuple[Kind, ...] = ("normal", "positive", "given")
-_ROUNDING = {torch.float64: 1e-9, torch.complex128: 1e-9}
+_ROUNDING = dict.fromkeys((torch.float64, torch.complex128), FLOAT64_BOUND)
 _COARSE = 2e-2  # of outputs in a dtype that the function chose itself
 
 
@@ -181,16 +181,9 @@ def _read_full(pieces: Sequence[Tensor], whole: Tensor) -> State | None:
 
 
 def close(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors differ by rounding alone, relative to the largest value of the second one."""
-    if a.shape != b.shape:
-        return False
-    if is_whole(b):
-        return torch.equal(a, b)
-    relative = _ROUNDING.get(b.dtype, _COARSE)
-    scale = largest(b)
-    if scale == float("inf") or scale != scale:
-        return torch.allclose(a, b, rtol=relative, atol=relative, equal_nan=True)
-    return bool((a - b).abs().max() <= relative * scale) if b.numel() else True
+    """Return whether two tensors differ by rounding alone."""
+    bound = 0.0 if is_whole(b) else _ROUNDING.get(b.dtype, _COARSE)
+    return a.dtype == b.dtype and difference(a, b).relative <= bound
 
 
 def divides(state: State, shape: Sequence[int], parts: int) -> bool:

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from op_registry.registry import Registry, default_registry
 from op_registry.spec import AnnotationFunction, OperatorSpec
 
+from nnscaler.error_text import in_one_line
 from nnscaler.ir.graph import Graph, Operation, as_call
 from nnscaler.ir.operation_annotations import Signature, signatures
 from nnscaler.planning.plan_from_axes import tensor_parallel
@@ -188,8 +189,7 @@ def _forms(missing: Missing, spec: Any, values: Mapping[str, Any]) -> tuple[Form
     try:
         return forms(missing, spec, values)
     except Exception as error:  # noqa: BLE001 - the operator may raise anything on the meta device
-        first = str(error).partition("\n")[0]
-        return f"it cannot be tried on smaller shapes: {type(error).__name__}: {first}"
+        return f"it cannot be tried on smaller shapes: {in_one_line(error)}"
 
 
 def _advice(

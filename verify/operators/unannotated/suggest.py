@@ -7,7 +7,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -18,7 +17,9 @@ from op_registry.call import Call, DType, TensorArgument
 from op_registry.spec import AnnotationFunction, OperatorSpec
 from op_registry.torch_schema import SchemaError, infer_schema
 
+from nnscaler.error_text import first_line
 from nnscaler.errors import AnnotationError, NnscalerError
+from nnscaler.is_user_file import is_installed
 from verify.evidence.inputs.concrete_call import function_of
 from verify.operators.suggest.ask_oracle import report_on, with_annotation
 from verify.operators.suggest.call_template import make_question
@@ -75,7 +76,7 @@ def _advise(spec: OperatorSpec, forms: Sequence[Form]) -> Advice:
             found.append(infer_annotation(spec, form.call))
         except NnscalerError as error:
             found.append([])
-            raised = error.message.partition("\n")[0]
+            raised = first_line(error.message)
         except Exception as error:  # noqa: BLE001 - the operator may raise anything on inputs of our choice
             found.append([])
             raised = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
@@ -168,7 +169,7 @@ def _of_function(missing: Missing, before: str, arguments: str, forms: Sequence[
     outputs = len(missing.calls[0].outputs)
     if before and outputs > 1:  # an annotation function does not tell how many there are
         types["return"] = f"tuple[{', '.join(['torch.Tensor'] * outputs)}]"
-    installed = where is None or "site-packages" in Path(where.file).parts
+    installed = where is None or is_installed(where.file)
     if where is not None and not installed and not types:
         place = f"above line {where.line} of {shown(where.file)}, `{where.text}`"
         code = f"{before}{note}@nnscaler.register_op({arguments})\n"

@@ -17,6 +17,7 @@ import torch
 from op_registry.spec import SourceLocation
 
 from nnscaler.atomic_writes import NO_ROOM, no_room
+from nnscaler.error_text import first_line
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.communication.communicator import CommunicationError, Communicator, ProgramError, UnderWayError
 from nnscaler.runtime.communication.simulator import Simulator
@@ -215,7 +216,7 @@ def failure_of(error: BaseException) -> Failure:
     message = str(error).strip() or type(error).__name__
     if isinstance(error, CommunicationError):
         if error.waiting:
-            return Failure("deadlock", message.splitlines()[0], waiting=dict(error.waiting))
+            return Failure("deadlock", first_line(message), waiting=dict(error.waiting))
         kind: Kind = "memory_under_way" if isinstance(error, UnderWayError) else "communication_mismatch"
         return Failure(kind, message, _rank_in(message))
     if isinstance(error, ProgramError):

@@ -17,6 +17,7 @@ import torch
 from op_registry.errors import AnnotationError
 from op_registry.spec import Refusal
 
+from nnscaler.error_text import first_line
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
 from nnscaler.runtime.tensor_difference import largest
 from verify.evidence.dimension_types.check_localize_hooks import composes, left_alone
@@ -83,7 +84,7 @@ def test(subject: ClaimedCall, claim: Claim) -> Evidence:
         if small.runner.spec.target is not None and not outcome.failures:
             _run_narrower(subject, claim, outcome)
     except (AnnotationError, Refusal) as error:
-        return Evidence(Verdict.INCONCLUSIVE, str(error).splitlines()[0])
+        return Evidence(Verdict.INCONCLUSIVE, first_line(error))
     check = as_check(str(claim), outcome, time.perf_counter() - started)
     if outcome.failures:
         return Evidence(Verdict.REFUTED, "", outcome.count, _finding(small, outcome.failures[0]))

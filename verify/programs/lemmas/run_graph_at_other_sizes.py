@@ -17,6 +17,7 @@ from op_registry.bind_annotation import bind_call
 from op_registry.call import Call, TensorArgument, map_leaves
 from op_registry.errors import AnnotationError
 
+from nnscaler.error_text import first_line
 from nnscaler.ir.derive_operand_layouts import explain_illegal_choice
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.operation_annotations import Signature
@@ -140,7 +141,7 @@ def _run(
         with torch.no_grad():
             outputs = outputs_of(function_of(call.operator, spec)(*args, **kwargs))
     except Exception as error:  # noqa: BLE001 - what the operator raises at these sizes is the answer
-        text = (str(error).splitlines() or [""])[0]
+        text = first_line(error)
         if any(word in text for word in _NO_SHAPES) and known is not None:
             return known, None
         return None, f"raises {type(error).__name__}: {text[:120]}"
@@ -167,7 +168,7 @@ def _other(call: Call, outputs: Sequence[Shape], signature: Signature, obligatio
     try:
         found: BoundAnnotation = bind_call(spec, call)
     except AnnotationError as error:
-        return f"does not fit its annotation: {error.message.splitlines()[0]}"
+        return f"does not fit its annotation: {first_line(error.message)}"
     if not same_kind(bound, found):
         return f"has another annotation, `{found.text}` instead of `{bound.text}`"
     other = Signature(call, spec, found, signature.linear)

@@ -23,6 +23,7 @@ from op_registry.errors import AnnotationError
 from op_registry.samples import samples_of
 from op_registry.spec import OperatorSpec, Refusal
 
+from nnscaler.error_text import first_line
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.operation_annotations import Signature
 from verify.evidence.dimension_types.symbolic_call import resized
@@ -183,9 +184,8 @@ def _represent(signature: Signature, seed: int, large: Sequence[str], counts: bo
 
 def _of_samples(attempt: _Attempt, signature: Signature) -> Representative | None:
     """Return a sample of the operator with other numbers than the call has."""
-    form = plain(signature.call, values=False)
     for concrete in _samples(attempt.spec, attempt.seed):
-        same = plain(concrete.call, values=False) == form
+        same = plain(concrete.call, values=False) == plain(signature.call, values=False)
         found = attempt.on(concrete, samples=True, literals=False) if same else None
         if found is not None:
             return replace(found, other_numbers=True)
@@ -217,7 +217,7 @@ class _Attempt:
         try:
             runner, inputs, signature = self.run(concrete)
         except (WholeRaised, AnnotationError, NnscalerError, Refusal) as error:
-            self.reason = self.reason or (str(error).splitlines() or [""])[0]
+            self.reason = self.reason or first_line(error)
             return None
         problem = self.other_form(signature, literals)
         assert signature.bound is not None

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from nnscaler.ir.graph import Graph, Operation
+from nnscaler.runtime.tensor_difference import is_whole
 from nnscaler.runtime.training.autocast import AskedDtypes
+from nnscaler.tracing.float64_run import exact_tensor
 from nnscaler.tracing.run_graph import run_graph
 from nnscaler.transform.hoist_batch_values import SUFFIX
 from verify.programs.localise.deal_shards import Dealer
@@ -57,7 +59,7 @@ def interpret(
     """Interpret one step of the graph from `state`."""
     trainable = {t.fqns[0] for t in graph.with_role("parameter") if t.needs_grad}
     leaves = {
-        name: t.double().detach().requires_grad_(name in trainable) if t.is_floating_point() else t
+        name: t if is_whole(t) else exact_tensor(t).detach().requires_grad_(name in trainable)
         for name, t in state.items()
     }
     with torch.enable_grad():
@@ -73,7 +75,7 @@ def interpret(
 
 def next_state(logical: Logical, state: Mapping[str, Tensor], learning_rate: float) -> dict[str, Tensor]:
     """Return the state after a step of SGD."""
-    after = {name: t.double() if t.is_floating_point() else t for name, t in state.items()}
+    after = {name: exact_tensor(t) for name, t in state.items()}
     for tensor in logical.graph.with_role("parameter"):
         gradient = logical.gradients.get(tensor.name)
         if gradient is not None:

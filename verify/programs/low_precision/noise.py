@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nnscaler.runtime.tensor_bits import as_real
 from nnscaler.runtime.tensor_difference import FILL, family_scale, is_finite, is_whole
 from nnscaler.tracing.export.module_copies import copied_with_hooks
 from nnscaler.tracing.float64_run import exact
@@ -62,12 +63,11 @@ def rounded_sample(sample: SampleInputs, dtype: torch.dtype) -> SampleInputs:
 
 
 def moved_model(model: nn.Module, dtype: torch.dtype, generator: torch.Generator) -> nn.Module:
-    """Return a copy in which every element of every floating-point parameter moves by -1, 0 or +1 unit in the last
-    place."""
+    """Return a copy in which every number of parameters that round moves by -1, 0 or +1 unit in the last place."""
     result = copied_with_hooks(model)
     with torch.no_grad():
         for parameter in result.parameters():  # each object once, so tied ones once
-            if parameter.is_floating_point():
+            if not is_whole(parameter):
                 parameter.copy_(moved(parameter, dtype, generator))
     return result
 
@@ -88,8 +88,10 @@ def moved(tensor: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Ten
     """Return the tensor, rounded to `dtype`, with each element moved by -1, 0 or +1 unit of that dtype in the last
     place.
 
-    Zero, infinity and NaN stay, and so does what would become infinite.
+    Zero, infinity and NaN stay, and so does what would become infinite. Of complex ones both parts are moved.
     """
+    if tensor.is_complex():
+        return torch.view_as_complex(moved(as_real(tensor.detach()), dtype.to_real(), generator))
     here = tensor.detach().to(dtype)
     step = torch.randint(-1, 2, here.shape, generator=generator).to(_BITS[dtype]).to(here.device)
     there = (here.view(_BITS[dtype]) + step).view(dtype)  # floating-point numbers of one sign are ordered as integers

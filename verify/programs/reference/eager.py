@@ -42,9 +42,14 @@ Kind = Literal["parameter", "buffer"]
 _told = partial(model_errors, "the model itself raises on the sample batch", UnmatchedDraws)
 
 
+def first_not_finite(named: Iterable[tuple[str, Tensor | None]]) -> str | None:
+    """Return the name of the first value that is NaN or infinite; None where none is."""
+    return next((name for name, value in named if value is not None and not is_finite(value)), None)
+
+
 def not_finite(named: Iterable[tuple[str, Tensor | None]]) -> Finding | None:
     """Return a finding for the first value of a reference that is NaN or infinite, which would equal any other."""
-    bad = next((name for name, value in named if value is not None and not is_finite(value)), None)
+    bad = first_not_finite(named)
     if bad is None:
         return None
     message = f"the model itself computes NaN or infinity: {bad}"

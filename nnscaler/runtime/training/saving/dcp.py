@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from nnscaler.error_text import in_one_line
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.training.saving.shards_as_boxes import Box
 
@@ -291,8 +292,7 @@ class _FileErrors:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, Exception) and not isinstance(error, ProgramError):
-            reason = (str(error).splitlines() or [""])[0]
-            told = f"{type(error).__name__}: {reason}" if reason else type(error).__name__
+            told = in_one_line(error)
             raise ProgramError(f"{self._path} cannot be read, it may be cut short: {told}") from error
 
 

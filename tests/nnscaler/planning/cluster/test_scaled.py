@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nnscaler.planning.cluster.description import quantity, show_enough_bytes
 from nnscaler.planning.cluster.detect_this_machine import cpu_cluster, described_gpu, found_cluster, ready_device
 from nnscaler.planning.cluster.read import READY, load_cluster
 
@@ -52,3 +53,10 @@ def test_gpus_by_name() -> None:
     assert ready_device("NVIDIA Imaginary 9") is None
     unknown = described_gpu("x", 2**33, 100)
     assert unknown.flops("bfloat16") > unknown.flops("float32") > 1e12
+
+
+def test_bytes_that_are_told_to_be_enough_are_no_fewer() -> None:
+    sizes = (1, 999.6, 1000, 2030, 8040, 64100, 4.684e9, 4_680_000_001, 999_999_999)
+    told = [show_enough_bytes(size) for size in sizes]
+    assert told == ["1B", "1kB", "1kB", "2.04kB", "8.05kB", "64.2kB", "4.69GB", "4.69GB", "1GB"]
+    assert all(quantity(text, "bytes") >= size for text, size in zip(told, sizes, strict=True))

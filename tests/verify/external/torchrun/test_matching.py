@@ -215,6 +215,7 @@ def test_rounding_makes_no_other_data() -> None:
     assert close(x, x + 1e-14)
     assert not close(x, x + 1e-6)
     assert not close(torch.tensor([1]), torch.tensor([2]))
+    assert not close(torch.tensor([0], dtype=torch.int8), torch.tensor([256]))  # 0 of 8 bits
     assert not close(torch.tensor([-1e30, 1.0]), torch.tensor([-1e30, 2.0]))  # beside what fills a mask
     assert close(torch.tensor([float("nan"), 1.0]), torch.tensor([float("nan"), 1.0]))
 
