@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from torch import Tensor
+from torch.nn import Parameter
 
 from tests.verify.test_op_audit import Function, finding, normal, run
 from verify import Verdict
@@ -42,3 +43,11 @@ def test_two_inputs_that_are_one_tensor() -> None:
     for right in (lambda x, y: x * y, lambda x, y: x.sin() - y * y * x, lambda x, y: x + y.detach()):
         (check,), findings, _ = run(right, normal(4, 3), normal(4, 3, seed=1))
         assert check.verdict is Verdict.TESTED_EXACT and not findings
+
+
+def test_inputs_that_are_parameters() -> None:
+    def normed_weight(x: Tensor, w: Tensor) -> Tensor:
+        return x * (w / w.norm() if isinstance(w, Parameter) else w)
+
+    found = finding(normed_weight, normal(3, 4), normal(4))
+    assert found.code == "not_repeatable" and "parameter" in found.message

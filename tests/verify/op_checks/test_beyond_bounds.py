@@ -178,6 +178,14 @@ def test_whole_numbers_where_floating_ones_do_not_do() -> None:
     assert verified(PicksByIds.apply, "n v^, n -> n").verdict.passes
 
 
+def test_whole_numbers_where_negative_floating_ones_do_not_do() -> None:
+    def among_eight(x: Tensor, ids: Tensor) -> Tensor:
+        return x * torch.nn.functional.one_hot(ids.long(), 8).sum(-1)
+
+    report = verified(among_eight, "n, n -> n")
+    assert report.verdict.passes and any("integers below" in note for note in report.notes)
+
+
 def test_complex_results() -> None:
     """torch has no kernels for those of half precision."""
     assert verified(lambda x: torch.complex(x, -x), "a b -> a b").verdict.passes

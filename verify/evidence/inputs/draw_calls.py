@@ -83,7 +83,8 @@ def from_annotation(
 ) -> ConcreteCall:
     """Return a call with tensors of the annotation's shapes.
 
-    `whole_numbers`: operands (by position) that hold integers below the size of an identifier, or booleans ("").
+    `whole_numbers`: operands (by position) that hold integers below the size of an identifier, or below a number
+    ("8"), or booleans ("").
     Raises NnscalerError `sample_inputs_needed` where an argument is neither a tensor, nor a size, nor optional.
     """
     assert isinstance(spec.annotation, str)
@@ -96,8 +97,8 @@ def from_annotation(
         shape = _shape(operand, sizes)
         if id(operand) not in below:
             return fill(shape, kind, generator)
-        name = below[id(operand)]
-        return fill_whole_numbers(shape, sizes[name] if name else 0, kind, generator)
+        name = below[id(operand)] or "0"
+        return fill_whole_numbers(shape, int(name) if name.isdecimal() else sizes[name], kind, generator)
 
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
