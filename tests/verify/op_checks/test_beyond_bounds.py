@@ -186,6 +186,29 @@ def test_whole_numbers_where_negative_floating_ones_do_not_do() -> None:
     assert report.verdict.passes and any("integers below" in note for note in report.notes)
 
 
+def flagged(x: Tensor, causal: bool = False) -> Tensor:
+    return x.cumsum(0) if causal else x * 1.0
+
+
+def alike_either_way(x: Tensor, exact: bool = False) -> Tensor:
+    return x.square() if exact else x * x.abs()
+
+
+def in_place_if_asked(x: Tensor, inplace: bool = False) -> Tensor:
+    return x.mul_(2) if inplace else x * 2
+
+
+def test_boolean_arguments_are_tried_both_ways() -> None:
+    report = verified(flagged)
+    (finding,) = report.findings
+    assert report.verdict is Verdict.REFUTED and finding.counter_example["not their default"] == "`causal`"
+    assert finding.counter_example["identifier"] == "a"
+    right = verified(alike_either_way)
+    assert right.verdict.passes and not any("in all calls" in note for note in right.notes)
+    asked = verified(in_place_if_asked)
+    assert asked.verdict.passes and any("`inplace` was False in all calls" in note for note in asked.notes)
+
+
 def test_complex_results() -> None:
     """torch has no kernels for those of half precision."""
     assert verified(lambda x: torch.complex(x, -x), "a b -> a b").verdict.passes

@@ -7,7 +7,7 @@ its own, so that a mix-up of dims shows.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any, Literal
@@ -80,11 +80,12 @@ def from_annotation(
     kind: Kind,
     generator: torch.Generator,
     whole_numbers: Sequence[tuple[int, str]] = (),
+    flags: Collection[str] = (),
 ) -> ConcreteCall:
     """Return a call with tensors of the annotation's shapes.
 
     `whole_numbers`: operands (by position) that hold integers below the size of an identifier, or below a number
-    ("8"), or booleans ("").
+    ("8"), or booleans (""). `flags`: boolean arguments that are the other value than their default.
     Raises NnscalerError `sample_inputs_needed` where an argument is neither a tensor, nor a size, nor optional.
     """
     assert isinstance(spec.annotation, str)
@@ -113,6 +114,7 @@ def from_annotation(
             value: Any = sizes[parameter.name]
         elif _is_number(spec, parameter):
             value = _default(spec, parameter)
+            value = not value if parameter.name in flags else value
         else:
             operand = next(operands, None)
             value = _default(spec, parameter) if operand is None or isinstance(operand, Opaque) else None
@@ -252,6 +254,11 @@ def _parameters(spec: OperatorSpec, inputs: int) -> list[inspect.Parameter]:
             if p.tensor or p.default is None  # a backward has a gradient for what was given, and no more
         ]
     return found or [inspect.Parameter(f"input_{i}", inspect.Parameter.POSITIONAL_ONLY) for i in range(inputs)]
+
+
+def flags_of(spec: OperatorSpec) -> tuple[str, ...]:
+    """Return the parameters of an operator's Python function whose default is True or False."""
+    return tuple(p.name for p in _parameters(spec, 0) if isinstance(p.default, bool))
 
 
 def left_out_as_none(spec: OperatorSpec) -> frozenset[str]:
