@@ -202,7 +202,7 @@ def test_boolean_arguments_are_tried_both_ways() -> None:
     report = verified(flagged)
     (finding,) = report.findings
     assert report.verdict is Verdict.REFUTED and finding.counter_example["not their default"] == "`causal`"
-    assert finding.counter_example["identifier"] == "a"
+    assert finding.counter_example["identifier"] == "b"
     right = verified(alike_either_way)
     assert right.verdict.passes and not any("in all calls" in note for note in right.notes)
     asked = verified(in_place_if_asked)
