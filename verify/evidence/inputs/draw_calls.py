@@ -7,6 +7,7 @@ its own, so that a mix-up of dims shows.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
@@ -91,7 +92,7 @@ def from_annotation(
     assert isinstance(spec.annotation, str)
     annotation = parse_checked(spec.annotation)
     sizes = with_rows(sizes, {i.name: i.rows for i in annotation.identifiers() if i.rows})
-    operands = iter(annotation.inputs)
+    operands = list(annotation.inputs)
     below = {id(annotation.inputs[position]): name for position, name in whole_numbers}
 
     def tensor(operand: Operand) -> Tensor:
@@ -103,20 +104,26 @@ def from_annotation(
 
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
-    for parameter in _parameters(spec, len(annotation.inputs)):
+    parameters = _parameters(spec, len(annotation.inputs))
+    for number, parameter in enumerate(parameters):
         by_keyword = parameter.kind is inspect.Parameter.KEYWORD_ONLY
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             continue
         if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
             args += [tensor(o) for o in operands if isinstance(o, Operand)]
+            operands.clear()
             continue
         if parameter.name in sizes and not _is_tensor(spec, parameter):
             value: Any = sizes[parameter.name]
         elif _is_number(spec, parameter):
             value = _default(spec, parameter)
             value = not value if parameter.name in flags else value
+        elif _SEVERAL.search(str(parameter.annotation)):
+            count = _length(spec, parameters[number:], sizes, len(operands))
+            value = [tensor(o) for o in operands[:count] if isinstance(o, Operand)]
+            del operands[:count]
         else:
-            operand = next(operands, None)
+            operand = operands.pop(0) if operands else None
             value = _default(spec, parameter) if operand is None or isinstance(operand, Opaque) else None
             value = tensor(operand) if isinstance(operand, Operand) else value
         if by_keyword:
@@ -125,8 +132,22 @@ def from_annotation(
             args.append(value)
     if any(isinstance(o, Operand) for o in operands):
         message = f"`{spec.annotation}` has more inputs than `{spec.name}` has parameters"
-        raise NnscalerError("annotation_does_not_fit", message, spec.where)
+        help = f'register_op("{spec.annotation}", sample_inputs=lambda: dict(...)) gives arguments to test with'
+        raise NnscalerError("annotation_does_not_fit", message, spec.where, help=help)
     return make_call(spec.name, args, kwargs, kind)
+
+
+_SEVERAL = re.compile(r"(?i)\b(list|sequence|tuple)\[.*tensor")  # an annotation of Python
+
+
+def _length(
+    spec: OperatorSpec, parameters: Sequence[inspect.Parameter], sizes: Mapping[str, int], operands: int
+) -> int:
+    """Return how many operands a list of tensors takes, the first of these parameters: what others leave, in equal
+    parts where there are several lists."""
+    lists = sum(bool(_SEVERAL.search(str(p.annotation))) for p in parameters)
+    numbers = sum(_is_number(spec, p) or (p.name in sizes and not _is_tensor(spec, p)) for p in parameters)
+    return max(operands - (len(parameters) - lists - numbers), 0) // lists
 
 
 def sample_calls(spec: OperatorSpec) -> list[ConcreteCall]:
