@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nnscaler.is_user_file import is_users
 from nnscaler.runtime.start_autograd import start_autograd
-from verify.evidence.inputs.concrete_call import outputs_of, with_tensors
+from verify.evidence.inputs.concrete_call import ConcreteCall, outputs_of, with_tensors
 from verify.evidence.operator_trace import quiet
 from verify.evidence.oracle.run_whole_operator import WholeRun, as_leaves, gradients_of
 
@@ -55,13 +56,42 @@ def other_way_on_fake_tensors(function: Callable[..., Any], whole: WholeRun) -> 
 
     A function that only one of the runs calls says nothing: what it gave may be kept from before.
     """
-    real = _places(lambda: _run(function, whole, lambda t: t))
+    concrete, without_gradient = whole.concrete, whole.without_gradient
+    real = _places(lambda: _run(function, concrete, lambda t: t, without_gradient))
     start_autograd()
     with quiet(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        fake = _places(lambda: _run(function, whole, mode.from_tensor))
-    seen = {code for code, _ in real}
-    other = sorted((code.co_firstlineno, at, code) for code, at in fake - real if code in seen) if real else []
-    return line_of(other[0][2], other[0][1]) if other else ""
+        fake = _places(lambda: _run(function, concrete, mode.from_tensor, without_gradient))
+    return _first_of(fake, real)
+
+
+def other_way_on_gpus(function: Callable[..., Any], concrete: ConcreteCall) -> str:
+    """Return the first place of a user's code that a forward pass on fake tensors of a GPU comes to and one on those of
+    a CPU does not, as `line 7 of my_ops.py`; empty where there is none, and where there is a GPU, which fake tensors
+    would initialise: forked processes do not survive that. Nor do they autograd's threads for GPUs, so that nothing is
+    recorded."""
+    if torch.cuda.is_available():
+        return ""
+    with quiet(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        here = _places(lambda: _forward(function, concrete, [mode.from_tensor(t) for t in concrete.tensors]))
+        tensors: list[Tensor] = []
+        with suppress(Exception):  # a torch that makes none
+            tensors = [torch.empty_like(t, device="cuda") for t in concrete.tensors]
+        with patch.object(torch.cuda, "is_available", lambda: True):
+            there = _places(lambda: _forward(function, concrete, tensors))
+    return _first_of(there, here)
+
+
+def _forward(function: Callable[..., Any], concrete: ConcreteCall, tensors: Sequence[Tensor]) -> None:
+    args, kwargs = with_tensors(concrete.call, tensors, {})
+    with torch.no_grad():
+        function(*args, **kwargs)
+
+
+def _first_of(these: Places, others: Places) -> str:
+    """Return the first place that only these have, of functions that both have."""
+    seen = {code for code, _ in others}
+    found = sorted((code.co_firstlineno, at, code) for code, at in these - others if code in seen)
+    return line_of(found[0][2], found[0][1]) if found else ""
 
 
 def _places(run: Callable[[], object]) -> Places:
@@ -72,11 +102,15 @@ def _places(run: Callable[[], object]) -> Places:
     return frozenset(found)
 
 
-def _run(function: Callable[..., Any], whole: WholeRun, made: Callable[[Tensor], Tensor]) -> None:
-    concrete = whole.concrete
+def _run(
+    function: Callable[..., Any],
+    concrete: ConcreteCall,
+    made: Callable[[Tensor], Tensor],
+    without_gradient: frozenset[int] = frozenset(),
+) -> None:
     leaves: Sequence[Tensor] = [
         made(t).detach().requires_grad_(t.requires_grad)
-        for t in as_leaves(concrete.tensors, torch.float64, whole.without_gradient)
+        for t in as_leaves(concrete.tensors, torch.float64, without_gradient | concrete.constants)
     ]
     args, kwargs = with_tensors(concrete.call, leaves, {})
     with torch.enable_grad():

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -33,7 +34,12 @@ from verify.evidence.oracle.run_whole_operator import as_leaves
 from verify.operators.audit.earlier_call_dependence import depends_on_history
 from verify.operators.audit.handwritten_backward import plain
 from verify.operators.audit.memory_layout_dependence import depends_on_layout
-from verify.operators.audit.rank_and_mode_dependence import as_second_rank, asks_distributed, in_other_modes
+from verify.operators.audit.rank_and_mode_dependence import (
+    as_second_rank,
+    asked_of_surroundings,
+    asks_distributed,
+    in_other_modes,
+)
 from verify.operators.audit.watched_run import (
     BackwardRaised,
     Change,
@@ -141,6 +147,8 @@ def _probe(subject: _Audit, strides: bool) -> None:
         _depends_on_history(subject)
         _depends_on_identity(subject)
         _depends_on_class(subject, first)
+        run, function = partial(subject.run, subject.seed), subject.function
+        subject.notes += asked_of_surroundings(subject.spec.name, run, function, subject.concrete)
     _dtypes(subject)
     if strides and subject.compare and not subject.found("random_operator", "not_repeatable"):
         _strides(subject, first)
