@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
+import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from tests.verify.test_op_audit import Function, finding, normal, run
 from verify import Verdict
@@ -42,3 +46,33 @@ def test_two_inputs_that_are_one_tensor() -> None:
     for right in (lambda x, y: x * y, lambda x, y: x.sin() - y * y * x, lambda x, y: x + y.detach()):
         (check,), findings, _ = run(right, normal(4, 3), normal(4, 3, seed=1))
         assert check.verdict is Verdict.TESTED_EXACT and not findings
+
+
+def test_inputs_that_are_parameters() -> None:
+    def normed_weight(x: Tensor, w: Tensor) -> Tensor:
+        return x * (w / w.norm() if isinstance(w, Parameter) else w)
+
+    found = finding(normed_weight, normal(3, 4), normal(4))
+    assert found.code == "not_repeatable" and "parameter" in found.message
+
+
+# what may be otherwise where it is deployed
+
+
+def by_variable(x: Tensor) -> Tensor:
+    return x * 2 if os.environ.get("FAST_KERNEL") or os.getenv("FAST_KERNEL") else x * 3
+
+
+def by_device(x: Tensor) -> Tensor:
+    if x.is_cuda and torch.cuda.is_available():
+        return x * 2
+    return x * 3 + torch.ones_like(x)
+
+
+def test_what_it_asks_of_its_surroundings_is_told() -> None:
+    _, findings, notes = run(by_variable, normal(4, 3))
+    assert not findings and len([n for n in notes if "environment variable `FAST_KERNEL`" in n]) == 1
+    _, findings, notes = run(by_device, normal(4, 3))
+    assert not findings
+    assert [n for n in notes if "on a GPU" in n and "test_op_audit_inputs.py" in n] or torch.cuda.is_available()
+    assert not any("environment" in note for note in notes)

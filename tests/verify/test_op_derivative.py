@@ -378,3 +378,19 @@ def test_backwards_that_are_wrong_beyond_a_number_in_the_code(
     for seed in range(5):
         found = finding(function, *args, seed=seed)
         assert found.counter_example["values"] == f"about {number} and -{number}, since {number} stands in its code"
+
+
+def _ratio_of_exponentials(g: Tensor, y: Tensor, x: Tensor) -> tuple[Tensor]:
+    return (g * x.exp() / (1 + x.exp()),)
+
+
+@pytest.mark.parametrize(
+    ("function", "where"),
+    [
+        (with_backward(lambda x: x * x, lambda g, y, x: (2 * g * y / x,)), "zeros among them"),
+        (with_backward(F.softplus, _ratio_of_exponentials), "about 1000 and -1000, since exponentials overflow there"),
+    ],
+)
+def test_backwards_that_are_no_numbers_somewhere(function: Function, where: str) -> None:
+    found = finding(function, normal(6, 5))
+    assert found.counter_example["values"] == where and "nan" in found.counter_example["found"]

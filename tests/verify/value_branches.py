@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 Operator = Callable[[Tensor], Tensor]
 LIMIT = 1e4
@@ -59,6 +60,19 @@ def where_all_are_equal(x: Tensor) -> Tensor:
     return centred(x) if bool((x == x.flatten()[0]).all()) else x * 1.0
 
 
+def unless_values_cannot_be_read(x: Tensor) -> Tensor:
+    """On the fake tensors of a proof they cannot."""
+    try:
+        largest = x.detach().abs().max().item()
+    except Exception:  # noqa: BLE001 - as some code does to be compiled
+        return x * 1.0
+    return centred(x) if largest > LIMIT else x * 1.0
+
+
+def unless_fake(x: Tensor) -> Tensor:
+    return x * 1.0 if isinstance(x, FakeTensor) else beyond_a_maximum(x)
+
+
 class ClippedGradient(torch.autograd.Function):
     """A backward that clips by the norm of all rows."""
 
@@ -95,6 +109,8 @@ WRONG: tuple[Operator, ...] = (
     where_one_stands_out,
     where_any_is_not_finite,
     where_all_are_equal,
+    unless_values_cannot_be_read,
+    unless_fake,
     ClippedGradient.apply,
     GradientOrNothing.apply,
 )

@@ -27,6 +27,7 @@ from verify.evidence.oracle.enumerate_cases import Base
 from verify.evidence.oracle.run_whole_operator import WholeRun, run_whole
 from verify.evidence.smt.decide_equality import Limits
 from verify.evidence.smt.prove import prove_bounded
+from verify.evidence.way_through_user_code import other_way_on_fake_tensors
 from verify.results.verdict import Condition, Strength, Verdict
 
 BOUNDED_STEPS = 2_500_000  # for one target of one sample call
@@ -41,14 +42,9 @@ def prove_base(
     `deadline`: of `time.thread_time`; what is not proved by then is open. `skip`: claims that failed. Never raises.
     """
     targets = [t for t in base.targets if t not in skip and not isinstance(t, Slices)]
-    if runner.spec.random:
-        return {t: Strength(Verdict.TESTED_EXACT, "it draws random numbers") for t in targets}
-    if time.thread_time() > deadline:
-        return {t: Strength(Verdict.TESTED_EXACT, SPENT, open=True) for t in targets}
-    try:
-        whole = runner.prepare(base.inputs).whole
-    except (WholeRaised, NnscalerError) as error:
-        return {t: Strength(Verdict.TESTED_EXACT, str(error)) for t in targets}
+    whole = _followed(runner, base, deadline)
+    if isinstance(whole, Strength):
+        return dict.fromkeys(targets, whole)
     found: dict[Target, Strength] = {}
     steps = (*_steps_traced(runner.spec.target), *_dtypes_traced(runner, whole))
     for proof in prove(runner.spec, base.signature, whole.concrete).proofs:
@@ -82,6 +78,26 @@ def prove_base(
                 strength = replace(strength, blocker=SPENT, open=True)
         found[target] = strength
     return found
+
+
+def _followed(runner: OperatorRunner, base: Base, deadline: float) -> WholeRun | Strength:
+    """Return the run of the whole operator that proofs follow, or how strong its claims are where none can: one that
+    draws, does not run, or runs other code on the fake tensors of a trace."""
+    if runner.spec.random:
+        return Strength(Verdict.TESTED_EXACT, "it draws random numbers")
+    if time.thread_time() > deadline:
+        return Strength(Verdict.TESTED_EXACT, SPENT, open=True)
+    try:
+        whole = runner.prepare(base.inputs).whole
+    except (WholeRaised, NnscalerError) as error:
+        return Strength(Verdict.TESTED_EXACT, str(error))
+    if runner.spec.target is not None and not isinstance(runner.spec.target, Update):
+        place = other_way_on_fake_tensors(runner.function(whole.concrete), whole)
+        if place:
+            return Strength(
+                Verdict.TESTED_EXACT, f"{place} runs on the fake tensors of a trace, and not on tensors with values"
+            )
+    return whole
 
 
 def _steps_traced(target: object) -> tuple[Condition, ...]:

@@ -21,7 +21,9 @@ class Inputs:
     sizes             of identifiers: all of them when drawn, changes to the sample's otherwise
     without_gradient  floating inputs (by index) that do not ask for a gradient
     factors           of each tensor, and of the cotangents at the end: of those with a fraction
-    whole_numbers     drawn operands (by position) that hold integers below an identifier's size, or booleans ("")
+    whole_numbers     drawn operands (by position) that hold integers below an identifier's size or a number ("8"), or
+                      booleans ("")
+    flags             boolean arguments of a drawn call that are the other value than their default
     sentinels         (tensor, number): numbers that a third of a tensor's elements are, such as -100 among labels
     """
 
@@ -34,6 +36,7 @@ class Inputs:
     whole_numbers: tuple[tuple[int, str], ...] = ()
     factors: tuple[float, ...] = ()
     sentinels: tuple[tuple[int, float], ...] = ()
+    flags: tuple[str, ...] = ()
 
     def generator(self) -> torch.Generator:
         """Return a generator at its start: the same draws each time."""

@@ -184,6 +184,48 @@ def test_whole_numbers_where_floating_ones_do_not_do() -> None:
     assert verified(PicksByIds.apply, "n v^, n -> n").verdict.passes
 
 
+def test_whole_numbers_where_negative_floating_ones_do_not_do() -> None:
+    def among_eight(x: Tensor, ids: Tensor) -> Tensor:
+        return x * torch.nn.functional.one_hot(ids.long(), 8).sum(-1)
+
+    report = verified(among_eight, "n, n -> n")
+    assert report.verdict.passes and any("integers below" in note for note in report.notes)
+
+
+def flagged(x: Tensor, causal: bool = False) -> Tensor:
+    return x.cumsum(0) if causal else x * 1.0
+
+
+def alike_either_way(x: Tensor, exact: bool = False) -> Tensor:
+    return x.square() if exact else x * x.abs()
+
+
+def in_place_if_asked(x: Tensor, inplace: bool = False) -> Tensor:
+    return x.mul_(2) if inplace else x * 2
+
+
+def test_boolean_arguments_are_tried_both_ways() -> None:
+    report = verified(flagged)
+    (finding,) = report.findings
+    assert report.verdict is Verdict.REFUTED and finding.counter_example["not their default"] == "`causal`"
+    assert finding.counter_example["identifier"] == "b"
+    assert verified(alike_either_way).verdict.passes and verified(in_place_if_asked).verdict.passes
+
+
+def weighted(xs: list[Tensor], weight: Tensor) -> Tensor:
+    return (xs[0] + 2 * xs[1]) * weight
+
+
+def accumulated(xs: tuple[Tensor, ...]) -> Tensor:
+    return xs[0].cumsum(0) + xs[1]
+
+
+def test_a_list_takes_the_operands_that_others_leave() -> None:
+    assert verified(weighted, "a b, a b, b -> a b").verdict.passes
+    (finding,) = verified(accumulated, "a b, a b -> a b").findings
+    assert finding.code == "annotation_wrong" and finding.counter_example["identifier"] == "a"
+
+
 def test_complex_results() -> None:
     """torch has no kernels for those of half precision."""
     assert verified(lambda x: torch.complex(x, -x), "a b -> a b").verdict.passes

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import Tensor
 
 from tests.verify.op_checks.test_beyond_bounds import verified
 from tests.verify.value_branches import RIGHT, WRONG, Operator, in_a_narrow_window, never_on_the_other_side, rows_alone
@@ -23,6 +25,14 @@ def test_what_is_wrong_on_some_values_is_refuted(function: Operator, annotation:
 )
 def test_what_is_right_on_all_values_passes(function: Operator, annotation: str) -> None:
     assert verified(function, annotation).verdict.passes
+
+
+def test_inputs_that_are_equal_on_one_shard() -> None:
+    def unless_equal(x: Tensor, y: Tensor) -> Tensor:
+        return x * 0 if torch.equal(x, y) else x * y
+
+    report = verified(unless_equal, "b d, b d -> b d")
+    assert {f.counter_example["values"] for f in report.findings if f.code == "annotation_wrong"} == {"mostly"}
 
 
 @pytest.mark.parametrize("function", [never_on_the_other_side, in_a_narrow_window])

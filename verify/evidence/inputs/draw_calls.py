@@ -7,7 +7,8 @@ its own, so that a mix-up of dims shows.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any, Literal
@@ -80,40 +81,49 @@ def from_annotation(
     kind: Kind,
     generator: torch.Generator,
     whole_numbers: Sequence[tuple[int, str]] = (),
+    flags: Collection[str] = (),
 ) -> ConcreteCall:
     """Return a call with tensors of the annotation's shapes.
 
-    `whole_numbers`: operands (by position) that hold integers below the size of an identifier, or booleans ("").
+    `whole_numbers`: operands (by position) that hold integers below the size of an identifier, or below a number
+    ("8"), or booleans (""). `flags`: boolean arguments that are the other value than their default.
     Raises NnscalerError `sample_inputs_needed` where an argument is neither a tensor, nor a size, nor optional.
     """
     assert isinstance(spec.annotation, str)
     annotation = parse_checked(spec.annotation)
     sizes = with_rows(sizes, {i.name: i.rows for i in annotation.identifiers() if i.rows})
-    operands = iter(annotation.inputs)
+    operands = list(annotation.inputs)
     below = {id(annotation.inputs[position]): name for position, name in whole_numbers}
 
     def tensor(operand: Operand) -> Tensor:
         shape = _shape(operand, sizes)
         if id(operand) not in below:
             return fill(shape, kind, generator)
-        name = below[id(operand)]
-        return fill_whole_numbers(shape, sizes[name] if name else 0, kind, generator)
+        name = below[id(operand)] or "0"
+        return fill_whole_numbers(shape, int(name) if name.isdecimal() else sizes[name], kind, generator)
 
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
-    for parameter in _parameters(spec, len(annotation.inputs)):
+    parameters = _parameters(spec, len(annotation.inputs))
+    for number, parameter in enumerate(parameters):
         by_keyword = parameter.kind is inspect.Parameter.KEYWORD_ONLY
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             continue
         if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
             args += [tensor(o) for o in operands if isinstance(o, Operand)]
+            operands.clear()
             continue
         if parameter.name in sizes and not _is_tensor(spec, parameter):
             value: Any = sizes[parameter.name]
         elif _is_number(spec, parameter):
             value = _default(spec, parameter)
+            value = not value if parameter.name in flags else value
+        elif _SEVERAL.search(str(parameter.annotation)):
+            count = _length(spec, parameters[number:], sizes, len(operands))
+            value = [tensor(o) for o in operands[:count] if isinstance(o, Operand)]
+            del operands[:count]
         else:
-            operand = next(operands, None)
+            operand = operands.pop(0) if operands else None
             value = _default(spec, parameter) if operand is None or isinstance(operand, Opaque) else None
             value = tensor(operand) if isinstance(operand, Operand) else value
         if by_keyword:
@@ -122,8 +132,22 @@ def from_annotation(
             args.append(value)
     if any(isinstance(o, Operand) for o in operands):
         message = f"`{spec.annotation}` has more inputs than `{spec.name}` has parameters"
-        raise NnscalerError("annotation_does_not_fit", message, spec.where)
+        help = f'register_op("{spec.annotation}", sample_inputs=lambda: dict(...)) gives arguments to test with'
+        raise NnscalerError("annotation_does_not_fit", message, spec.where, help=help)
     return make_call(spec.name, args, kwargs, kind)
+
+
+_SEVERAL = re.compile(r"(?i)\b(list|sequence|tuple)\[.*tensor")  # an annotation of Python
+
+
+def _length(
+    spec: OperatorSpec, parameters: Sequence[inspect.Parameter], sizes: Mapping[str, int], operands: int
+) -> int:
+    """Return how many operands a list of tensors takes, the first of these parameters: what others leave, in equal
+    parts where there are several lists."""
+    lists = sum(bool(_SEVERAL.search(str(p.annotation))) for p in parameters)
+    numbers = sum(_is_number(spec, p) or (p.name in sizes and not _is_tensor(spec, p)) for p in parameters)
+    return max(operands - (len(parameters) - lists - numbers), 0) // lists
 
 
 def sample_calls(spec: OperatorSpec) -> list[ConcreteCall]:
@@ -251,6 +275,11 @@ def _parameters(spec: OperatorSpec, inputs: int) -> list[inspect.Parameter]:
             if p.tensor or p.default is None  # a backward has a gradient for what was given, and no more
         ]
     return found or [inspect.Parameter(f"input_{i}", inspect.Parameter.POSITIONAL_ONLY) for i in range(inputs)]
+
+
+def flags_of(spec: OperatorSpec) -> tuple[str, ...]:
+    """Return the parameters of an operator's Python function whose default is True or False."""
+    return tuple(p.name for p in _parameters(spec, 0) if isinstance(p.default, bool))
 
 
 def left_out_as_none(spec: OperatorSpec) -> frozenset[str]:

@@ -17,7 +17,8 @@ def fill(shape: Sequence[int], kind: Kind, generator: torch.Generator) -> Tensor
     sparse: every second one is 0. positive, negative: away from 0, for operators whose domain is a half-line.
     definite: square matrices are symmetric and positive definite, all else is positive.
     bits: 0 or 1, the simplest counter-examples. spiked: one that is larger than all others together. nan, infinite: one
-    that is so. zeros, constant: all alike. rising: along every dim.
+    that is so. zeros, constant: all alike. mostly: alike but in the last half of all dims, so that first shards are
+    alike and the whole is not. rising: along every dim.
     """
     if kind in ("zeros", "constant"):
         return torch.full(tuple(shape), 0.0 if kind == "zeros" else 2.0, dtype=torch.float64)
@@ -33,9 +34,19 @@ def fill(shape: Sequence[int], kind: Kind, generator: torch.Generator) -> Tensor
     if kind == "bits":
         return torch.randint(0, 2, shape, generator=generator).double()
     values = torch.randn(shape, generator=generator, dtype=torch.float64)
+    if kind == "mostly":
+        return torch.where(_last_half(shape), values, 2.0)
     if kind == "rising":
         return values.flatten().sort().values.reshape(values.shape)
     return with_one(values * 1e-3, 1.0, generator) if kind == "spiked" else as_special(values, kind, generator)
+
+
+def _last_half(shape: Sequence[int]) -> Tensor:
+    """Return where an element lies in the last half of all dims."""
+    inside = torch.ones(tuple(shape), dtype=torch.bool)
+    for dim, size in enumerate(shape):
+        inside.narrow(dim, 0, size // 2).fill_(False)
+    return inside
 
 
 def as_special(values: Tensor, kind: str, generator: torch.Generator) -> Tensor:
@@ -72,7 +83,7 @@ def fill_whole_numbers(
     if drawn.numel() > 1:
         first, last = torch.randperm(drawn.numel(), generator=generator)[:2].tolist()
         drawn.view(-1)[first], drawn.view(-1)[last] = low, below - 1
-    return drawn
+    return torch.where(_last_half(shape), drawn, low) if kind == "mostly" else drawn
 
 
 def with_sentinels(tensors: Sequence[Tensor], sentinels: Sequence[tuple[int, float]], seed: int) -> tuple[Tensor, ...]:

@@ -128,7 +128,8 @@ class OperatorRunner:
     def _drawn(self, inputs: Inputs, integers: bool) -> ConcreteCall:
         generator = inputs.generator()
         if inputs.sample is None:
-            return from_annotation(self.spec, dict(inputs.sizes), inputs.kind, generator, inputs.whole_numbers)
+            sizes, numbers = dict(inputs.sizes), inputs.whole_numbers
+            return from_annotation(self.spec, sizes, inputs.kind, generator, numbers, inputs.flags)
         if self.rows:
             call = builtin_call(self.rows[inputs.sample], inputs.kind, generator)
             if self.spec.random:  # by logical coordinate, so that values are defined
@@ -307,7 +308,8 @@ class OperatorRunner:
 
     def _key(self, case: SplitCase) -> Any:
         """Return the cache key of a partition, which depends on shapes but not on values."""
-        return case.inputs.sample, case.inputs.sizes, case.choices, case.parts, case.uneven
+        inputs = case.inputs
+        return inputs.sample, inputs.sizes, inputs.flags, case.choices, case.parts, case.uneven
 
     def _make(self, signature: Signature, case: SplitCase) -> Partition | str:
         states_in, states_out = states_of(signature, case.choices)

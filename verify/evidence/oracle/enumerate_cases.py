@@ -22,7 +22,15 @@ from nnscaler.error_text import in_one_line
 from nnscaler.errors import AnnotationError
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice, Split
-from verify.evidence.inputs.draw_calls import OTHER_DIMS, SECOND_SIZE, SPLIT_SIZE, Style, choose_sizes, dims_of
+from verify.evidence.inputs.draw_calls import (
+    OTHER_DIMS,
+    SECOND_SIZE,
+    SPLIT_SIZE,
+    Style,
+    choose_sizes,
+    dims_of,
+    flags_of,
+)
 from verify.evidence.oracle.annotation_claims import Claimed, Target, choice_of, form_of, split_by
 from verify.evidence.oracle.case_runner import OperatorRunner, Prepared, WholeRaised
 from verify.evidence.oracle.find_runnable_inputs import Unusable, first_inputs, without_derivatives
@@ -34,6 +42,7 @@ PAIRS = 15  # of two targets; the seed says which ones, where there are more
 LOW = ("float32", "bfloat16")
 USERS_LOW = (*LOW, "float16")  # a user's operator may do something else in any of them
 NESTED = (3, 2)
+FLAGS = 3  # boolean arguments of a user's operator that are changed
 _MOST_DIMS = 6  # that a number in the code is taken for a number of dims
 
 
@@ -86,6 +95,7 @@ def bases(runner: OperatorRunner) -> list[Base]:
     return [
         Base(inputs, signature, leaders_of(signature), signature.linear, style),
         *_of_other_dims(runner, inputs, style),
+        *_of_other_flags(runner, inputs, style),
     ]
 
 
@@ -100,6 +110,18 @@ def _of_other_dims(runner: OperatorRunner, inputs: Inputs, style: Style) -> Iter
         try:
             signature = runner.prepare(other).signature
         except (WholeRaised, AnnotationError, KeyError):  # a name of `whole_numbers` may not be there
+            continue
+        yield Base(other, signature, leaders_of(signature), signature.linear, style)
+
+
+def _of_other_flags(runner: OperatorRunner, inputs: Inputs, style: Style) -> Iterator[Base]:
+    """Yield calls in which one boolean argument of a user's operator is not its default: the annotation speaks of them
+    too."""
+    for name in flags_of(runner.spec)[:FLAGS] if runner.spec.target is not None else ():
+        other = replace(inputs, flags=(name,))
+        try:
+            signature = runner.prepare(other).signature
+        except (WholeRaised, AnnotationError):  # it may return other results then
             continue
         yield Base(other, signature, leaders_of(signature), signature.linear, style)
 

@@ -1,7 +1,7 @@
 """The first inputs, drawn from the annotation, on which an operator runs.
 
 Sizes of a kind that it accepts; and, where floating numbers do not do, integers below the size of one of the other
-operands' identifiers (ids of a table's rows) or booleans in place of one operand or two.
+operands' identifiers (ids of a table's rows), below a few, or booleans in place of one operand or two.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from op_registry.annotation.well_formed import parse_checked
 
 from nnscaler.error_text import in_one_line
 from nnscaler.errors import AnnotationError
-from verify.evidence.inputs.draw_calls import Style, choose_sizes, identifiers_of
+from verify.evidence.inputs.draw_calls import SPLIT_SIZE, Style, choose_sizes, identifiers_of
 from verify.evidence.oracle.case_runner import OperatorRunner, WholeRaised
 from verify.evidence.split_case import Inputs
 from verify.evidence.verify_op_options import Kind
 
-TRIES = 120
+TRIES = 200
+FEW = ("8", "4", "2")  # ids below a number of the operator's own: of experts, of segments
 DOMAINS: tuple[Kind, ...] = ("integers", "positive", "definite")  # of values, the widest first
 
 
@@ -47,24 +48,30 @@ def first_inputs(runner: OperatorRunner) -> tuple[Style, Inputs]:
     for style in wanted:
         inputs = _inputs(runner, annotation, style)
         try:
-            problem = _problem(runner, inputs)
+            found = in_domain(runner, inputs)
         except AnnotationError as error:
             misfit = misfit or error
             continue
-        if problem is None:
+        except WholeRaised as raised:
+            message = message or _told(runner, raised)
+            continue
+        if _runs(runner, inputs):
             return style, inputs
-        message = message or problem
+        return style, _with_whole_numbers(runner, annotation, inputs) or found  # ids may not be negative
     if misfit is not None:
         raise misfit
     for style in wanted:
         inputs = without_derivatives(runner, _inputs(runner, annotation, style))
         if inputs.without_gradient:
             return style, inputs
-        found = _with_whole_numbers(runner, annotation, _inputs(runner, annotation, style))
-        if found is not None:
-            return style, found
-    refuted = _problem(runner, _inputs(runner, annotation, "equal")) is None
-    raise Unusable("annotation_does_not_fit", message, refuted)
+        integral = _with_whole_numbers(runner, annotation, _inputs(runner, annotation, style))
+        if integral is not None:
+            return style, integral
+    try:
+        in_domain(runner, _inputs(runner, annotation, "equal"))
+    except WholeRaised:
+        raise Unusable("annotation_does_not_fit", message) from None
+    raise Unusable("annotation_does_not_fit", message, refuted=True)
 
 
 def _inputs(runner: OperatorRunner, annotation: Annotation, style: Style) -> Inputs:
@@ -72,14 +79,9 @@ def _inputs(runner: OperatorRunner, annotation: Annotation, style: Style) -> Inp
     return Inputs(None, sizes, "integers", runner.options.seed)
 
 
-def _problem(runner: OperatorRunner, inputs: Inputs) -> str | None:
-    """Return why the operator does not run on these inputs, or on other values of these shapes; None if it runs."""
-    try:
-        in_domain(runner, inputs)
-    except WholeRaised as raised:
-        shapes = ", ".join(map(str, raised.shapes))
-        return f"on inputs of shapes {shapes} `{runner.spec.name}` raises {in_one_line(raised.error, 200)}"
-    return None
+def _told(runner: OperatorRunner, raised: WholeRaised) -> str:
+    shapes = ", ".join(map(str, raised.shapes))
+    return f"on inputs of shapes {shapes} `{runner.spec.name}` raises {in_one_line(raised.error, 200)}"
 
 
 def in_domain(runner: OperatorRunner, inputs: Inputs) -> Inputs:
@@ -124,20 +126,32 @@ _NO_DERIVATIVE = re.compile(
 
 
 def _with_whole_numbers(runner: OperatorRunner, annotation: Annotation, inputs: Inputs) -> Inputs | None:
-    """Return the inputs with integers or booleans in some operand; None where the operator does not run on any, or
-    takes floating numbers there that ask for no gradient: then what it raises is about its backward."""
+    """Return the inputs with integers or booleans in some operand: if possible such that the operator runs also where
+    an identifier has the size that it is split at, which ids of five kinds need not follow. None where the operator
+    does not run on any, or takes floating numbers there that ask for no gradient: then what it raises is about its
+    backward."""
+    first: Inputs | None = None
     for choice in islice(_choices(annotation, dict(inputs.sizes)), TRIES):
         candidate = without_derivatives(runner, replace(inputs, whole_numbers=choice))
         if not _runs(runner, candidate):
             continue
-        for operand in choice:
+        for operand in choice if first is None else ():
             index = sum(isinstance(o, Operand) for o in annotation.inputs[: operand[0]])
             others = tuple(other for other in choice if other != operand)
             without = (*candidate.without_gradient, index)
             if _runs(runner, replace(inputs, whole_numbers=others, without_gradient=without)):
                 return None
-        return candidate
-    return None
+        first = first or candidate
+        if all(_runs(runner, other) for other in _split_sizes(annotation, candidate)):
+            return candidate
+    return first
+
+
+def _split_sizes(annotation: Annotation, inputs: Inputs) -> Iterator[Inputs]:
+    """Yield the inputs with each identifier that may be split at the size that it is split at."""
+    sizes = dict(inputs.sizes)
+    for name in dict.fromkeys(i.name for i in annotation.identifiers() if not i.is_frozen and i.name in sizes):
+        yield replace(inputs, sizes=tuple({**sizes, name: SPLIT_SIZE}.items()))
 
 
 def _runs(runner: OperatorRunner, inputs: Inputs) -> bool:
@@ -152,7 +166,7 @@ def _choices(annotation: Annotation, sizes: dict[str, int]) -> Iterator[tuple[tu
     """Yield ranges to try, larger ones first: the first that does not reach beyond a table is the table's own size."""
     operands = [(i, o) for i, o in enumerate(annotation.inputs) if isinstance(o, Operand)]
     names = [n for n in identifiers_of(annotation) if n in sizes]
-    ranges = [*sorted(names, key=lambda n: -sizes[n]), ""]
+    ranges = [*sorted(names, key=lambda n: -sizes[n]), *FEW, ""]
     for count in (1, 2):
         for chosen in combinations(operands, count):
             for below in product(ranges, repeat=count):

@@ -72,6 +72,8 @@ def counter_example(result: CaseResult) -> dict[str, str]:
     if case.uneven:
         facts["shards"] = "of unequal sizes"
     facts["shapes"] = ", ".join(str(t.shape) for t in result.signature.call.tensors())
+    if case.inputs.flags:
+        facts["not their default"] = ", ".join(f"`{name}`" for name in case.inputs.flags)
     facts["dtype"] = case.inputs.dtype
     facts["values"] = case.inputs.kind
     if case.inputs.factors:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from math import inf
-from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
@@ -20,11 +19,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nnscaler.is_user_file import is_users
+from verify.evidence.way_through_user_code import followed, line_number, line_of, users
 
 Decisions = tuple[Hashable, ...]
 _BOUNDING = ("clamp", "maximum", "minimum", "fmax", "fmin", "relu", "hardtanh", "threshold")
-_users = cache(is_users)
 _ENDS = frozenset({"RETURN_VALUE", "RERAISE", "JUMP_FORWARD", "JUMP_BACKWARD", "FOR_ITER"})
 
 
@@ -48,28 +46,20 @@ class WatchedRuns:
         noted: list[Hashable] = []
         last: dict[FrameType, int] = {}
 
-        def follow(frame: FrameType, event: str, _: Any) -> Any:
-            if not _users(frame.f_code.co_filename):
-                return None
-            frame.f_trace_opcodes = True
-            if event == "opcode":
-                noted.append(frame.f_lasti)
-                if frame in last:
-                    self.sides.setdefault((frame.f_code, last[frame]), set()).add(frame.f_lasti)
-                last[frame] = frame.f_lasti
-                if len(noted) > self.most:
-                    raise _Endless
-            return follow
+        def note(frame: FrameType) -> None:
+            noted.append(frame.f_lasti)
+            if frame in last:
+                self.sides.setdefault((frame.f_code, last[frame]), set()).add(frame.f_lasti)
+            last[frame] = frame.f_lasti
+            if len(noted) > self.most:
+                raise _Endless
 
-        before = sys.gettrace()
-        sys.settrace(follow)
         try:
-            with _Watch(noted, self.asked):
+            with followed(note), _Watch(noted, self.asked):
                 run()
         except Exception:  # noqa: BLE001 - whatever the operator raises there
             return None
         finally:
-            sys.settrace(before)
             self.steps += len(noted)
         return tuple(noted)
 
@@ -80,7 +70,7 @@ class WatchedRuns:
             at = next(i for i, instruction in enumerate(places) if instruction.offset == jump)
             unseen = {places[at].argval, places[at + 1].offset} - self.sides.get((code, jump), set())
             if len(unseen) == 1 and not _raises(code, *unseen):
-                yield f"line {_line_of(code, jump)} of {Path(code.co_filename).name}"
+                yield line_of(code, jump)
 
 
 class _Endless(Exception):
@@ -115,7 +105,7 @@ class _Watch(TorchDispatchMode):
 
 def _branch_of(frame: FrameType | None) -> Iterator[tuple[CodeType, int]]:
     """Yield the first branch at or after the place where a user's code is, and those after it on its line."""
-    while frame is not None and not _users(frame.f_code.co_filename):
+    while frame is not None and not users(frame.f_code.co_filename):
         frame = frame.f_back
     if frame is None:
         return
@@ -123,9 +113,9 @@ def _branch_of(frame: FrameType | None) -> Iterator[tuple[CodeType, int]]:
     for instruction in _instructions(frame.f_code):
         place = instruction.offset
         if place >= frame.f_lasti and "JUMP" in instruction.opname and "IF" in instruction.opname:
-            if line and _line_of(frame.f_code, place) != line:
+            if line and line_number(frame.f_code, place) != line:
                 return
-            line = _line_of(frame.f_code, place)
+            line = line_number(frame.f_code, place)
             yield frame.f_code, place
         elif place > frame.f_lasti and instruction.opname in _ENDS and not line:
             return
@@ -134,11 +124,6 @@ def _branch_of(frame: FrameType | None) -> Iterator[tuple[CodeType, int]]:
 @cache
 def _instructions(code: CodeType) -> tuple[dis.Instruction, ...]:
     return tuple(dis.get_instructions(code))
-
-
-def _line_of(code: CodeType, place: int) -> int:
-    """Return the line of the source on which an instruction stands."""
-    return next(line or code.co_firstlineno for start, end, line in code.co_lines() if start <= place < end)
 
 
 def _raises(code: CodeType, place: int) -> bool:

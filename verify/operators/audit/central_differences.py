@@ -37,6 +37,7 @@ WAYS = ("shrunk", "grown", "shrunk", "near", "given")  # how points are made fro
 
 Run = Callable[[Sequence[Tensor]], tuple[Tensor | None, ...]]
 Judgement = Literal["agrees", "wrong", "unclear"]
+Place = Literal["near", "far", "at"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,17 +112,23 @@ def make_run(function: Callable[..., Any], call: Call, wide: bool = False) -> Ru
 
 
 def survey(
-    run: Run, inputs: Sequence[Tensor], wanted: Sequence[int], seed: int, wide: bool = False, far: bool = False
+    run: Run,
+    inputs: Sequence[Tensor],
+    wanted: Sequence[int],
+    seed: int,
+    wide: bool = False,
+    place: Place = "near",
 ) -> Survey:
     """Measure slopes of the inputs `wanted`, in two directions at two points, and at more where it stays unclear.
 
-    `far`: the inputs are large, and functions may saturate there: only what is visible among all outputs is wrong.
+    far: the inputs are large, and functions may saturate there: only what is visible among all outputs is wrong. at:
+    the inputs themselves, with kinks, are the only point: only what is NaN or infinite is wrong.
     """
     generator = torch.Generator().manual_seed(seed)
     slopes: list[Slope] = []
     points = 0
     error: Exception | None = None
-    for way in WAYS:
+    for way in WAYS if place != "at" else ("given",):
         moved = tuple(moved_from(t, way, generator) if t.is_floating_point() or t.is_complex() else t for t in inputs)
         try:
             point = make_point(run, moved, wanted, generator, wide)
@@ -130,11 +137,12 @@ def survey(
             continue
         if point is None:
             continue
-        if far:
+        if place == "far":
             point = replace(point, hidden=_noise(point, point.outputs) / STEPS[0])
         points += 1
         for index in wanted:
-            slopes += _slopes_at(point, index, generator)
+            found = _slopes_at(point, index, generator)
+            slopes += [s for s in found if place != "at" or not isfinite(s.found)]
         decided = {s.index for s in slopes if s.judgement != "unclear"}
         if points >= POINTS and decided.issuperset(wanted):
             break

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from math import isfinite
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from verify.operators.audit.backward_culprit import Blame, find_wrong
 from verify.operators.audit.central_differences import (
     BESIDE,
     NoGradient,
+    Place,
     Point,
     Slope,
     Survey,
@@ -49,6 +51,8 @@ NUMBERS = (1e-2, 1e4)  # in the code: about which inputs are drawn
 MOST_NUMBERS = 8
 SCALES = (20, -20)  # powers of two of cotangents
 LINEAR = 0.01  # relative; what is not linear is off by a good part
+OVERFLOWS = 1e3  # what exponentials of do not fit in float64
+ZEROS = "zeros among them"
 ABOUT = "values"  # the fact of a finding that has other inputs than the given ones
 
 
@@ -106,13 +110,13 @@ def _compare(subject: _Differentiated, started: float) -> Probed:
         return Probed((check,), (_finding(subject, surveyed, wrong),))
     if undecided:
         return _open(_why_open(subject, surveyed, undecided), started, count)
-    for number, moved in _about_numbers(subject, wanted):
-        further = _surveyed(moved, wanted, far=True)
+    for about, moved in (*_with_zeros(subject, wanted), *_about_numbers(subject, wanted)):
+        further = _surveyed(moved, wanted, "at" if about == ZEROS else "far")
         count += sum(s.judgement != "unclear" for s in further.slopes)
         if wrong := _wrong(further):
             refuted = sum(s.judgement == "wrong" for s in further.slopes)
             check = Check(NAME, Verdict.REFUTED, count, refuted, time.perf_counter() - started, supporting=True)
-            return Probed((check,), (_finding(moved, further, wrong, number),))
+            return Probed((check,), (_finding(moved, further, wrong, about),))
     low = deviation(subject.function, concrete, wanted, subject.seed)
     found = _nonlinear(subject, wanted) if low is None else _low_finding(subject, low)
     if found is not None:
@@ -123,14 +127,14 @@ def _compare(subject: _Differentiated, started: float) -> Probed:
     return Probed((Check(NAME, Verdict.TESTED_EXACT, count, 0, seconds, detail, supporting=True),))
 
 
-def _surveyed(subject: _Differentiated, wanted: Sequence[int], far: bool = False) -> Survey:
+def _surveyed(subject: _Differentiated, wanted: Sequence[int], place: Place = "near") -> Survey:
     """Measure slopes near the inputs. float32 inside the operator hides slopes and makes up some: what is wrong
     must be so without it."""
     tensors, call, seed = subject.concrete.tensors, subject.concrete.call, subject.seed
-    found = survey(make_run(subject.function, call), tensors, wanted, seed, far=far)
+    found = survey(make_run(subject.function, call), tensors, wanted, seed, place=place)
     if isinstance(found.error, NoGradient) or not (_wrong(found) or _undecided(found, wanted)):
         return found
-    wide = survey(make_run(subject.function, call, wide=True), tensors, wanted, seed, True, far)
+    wide = survey(make_run(subject.function, call, wide=True), tensors, wanted, seed, True, place)
     return _better(found, wide, wanted)
 
 
@@ -139,15 +143,29 @@ def _undecided(surveyed: Survey, wanted: Sequence[int]) -> list[int]:
     return [i for i in wanted if i not in wrong and not surveyed.of(i, "agrees")]
 
 
-def _about_numbers(subject: _Differentiated, wanted: Sequence[int]) -> Iterator[tuple[float, _Differentiated]]:
-    """Yield the call with other inputs: on both sides of each number in the code of forward and backward, in all inputs
-    and in each alone. What saturates there, or has a branch of its own, shows at no small value."""
+def _with_zeros(subject: _Differentiated, wanted: Sequence[int]) -> Iterator[tuple[str, _Differentiated]]:
+    """Yield the call with zeros among one input: a backward that divides by what it was given, or has made of it, gives
+    NaN there."""
+    for index in wanted:
+        tensors = list(subject.concrete.tensors)
+        order = torch.rand(tensors[index].shape, generator=torch.Generator().manual_seed(subject.seed))
+        tensors[index] = torch.where(order <= order.flatten().median(), torch.zeros(()), tensors[index])
+        moved = replace(subject, concrete=replace(subject.concrete, tensors=tuple(tensors)))
+        if _defined(moved, wanted):
+            yield ZEROS, moved
+
+
+def _about_numbers(subject: _Differentiated, wanted: Sequence[int]) -> Iterator[tuple[str, _Differentiated]]:
+    """Yield the call with other inputs: on both sides of each number in the code of forward and backward, and of one at
+    which exponentials overflow, in all inputs and in each alone. What saturates there, or has a branch of its own,
+    shows at no small value."""
     classes = [h.function_class for h in subject.found if h.function_class is not None]
     targets = (subject.function, subject.spec.target, *classes)
-    numbers = sorted({n for t in targets if t is not None for n in numbers_in(t) if NUMBERS[0] <= n <= NUMBERS[1]})
+    own = sorted({n for t in targets if t is not None for n in numbers_in(t) if NUMBERS[0] <= n <= NUMBERS[1]})
+    numbers = dict.fromkeys((*own[-MOST_NUMBERS:], OVERFLOWS))
     groups = [tuple(wanted), *((i,) for i in wanted if len(wanted) > 1)]
     tensors = subject.concrete.tensors
-    for number, group, shift in product(numbers[-MOST_NUMBERS:], groups, (1, 4)):
+    for number, group, shift in product(numbers, groups, (1, 4)):
         if shift > 1 and all(tensors[i].numel() >= 2 * len(BESIDE) for i in group):
             continue  # one draw has values of all kinds
         for positive in (False, True):
@@ -155,7 +173,8 @@ def _about_numbers(subject: _Differentiated, wanted: Sequence[int]) -> Iterator[
             drawn = [around(t, number, shift, generator, positive) if i in group else t for i, t in enumerate(tensors)]
             moved = replace(subject, concrete=replace(subject.concrete, tensors=tuple(drawn)))
             if _defined(moved, wanted):
-                yield number, moved
+                why = f"{number:g} stands in its code" if number in own else "exponentials overflow there"
+                yield f"about {number:g} and -{number:g}, since {why}", moved
                 break
 
 
@@ -206,8 +225,8 @@ def _off(slope: Slope) -> str:
     return f"slope {slope.found:.6g} instead of {slope.expected:.6g}"
 
 
-def _finding(subject: _Differentiated, surveyed: Survey, wrong: Sequence[int], number: float | None = None) -> Finding:
-    """`number`: of the code, about which the inputs lie."""
+def _finding(subject: _Differentiated, surveyed: Survey, wrong: Sequence[int], about: str = "") -> Finding:
+    """`about`: where other inputs than the given ones lie, and why there."""
     spec, concrete = subject.spec, subject.concrete
     slope = surveyed.of(wrong[0], "wrong")[0]
     blamed = find_wrong(subject.function, concrete, subject.found, subject.seed)
@@ -219,10 +238,11 @@ def _finding(subject: _Differentiated, surveyed: Survey, wrong: Sequence[int], n
         "expected": f"{slope.expected:.10g} (slope along a random direction, by differences)",
         "found": "None" if slope.missing else f"{slope.found:.10g} (by the backward)",
     }
-    if number is not None:
-        facts[ABOUT] = f"about {number:g} and -{number:g}, since {number:g} stands in its code"
+    if about:
+        facts[ABOUT] = about
     scale = max(abs(slope.expected), abs(slope.found))
-    facts["relative difference"] = f"{abs(slope.expected - slope.found) / scale:.2g}" if scale else "0"
+    if isfinite(slope.found):
+        facts["relative difference"] = f"{abs(slope.expected - slope.found) / scale:.2g}" if scale else "0"
     if blamed and blamed[0].exact:
         facts["by autograd through its forward"] = blamed[0].exact
     guilty = [b.by for b in blamed] or list(subject.found)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import FrameType, MappingProxyType
 from typing import Any, TypeVar
@@ -19,7 +19,9 @@ from unittest.mock import patch
 import torch
 import torch.distributed
 
-from nnscaler.is_user_file import beside
+from nnscaler.is_user_file import beside, is_users
+from verify.evidence.inputs.concrete_call import ConcreteCall
+from verify.evidence.way_through_user_code import other_way_on_gpus
 from verify.operators.audit.watched_run import Facts, Watched, apart_in_float64
 
 T = TypeVar("T")
@@ -38,6 +40,8 @@ SECOND_RANK = {
 }
 _TORCH = beside(torch.__file__)
 _DISTRIBUTED = beside(torch.distributed.__file__)
+# files of what stands between a reader and the variables
+_READING = frozenset(f.__code__.co_filename for f in (os.getenv, Mapping.get))
 _LAYERS = _TORCH + "nn" + os.sep  # SyncBatchNorm asks for its user
 
 
@@ -66,6 +70,39 @@ def asks_distributed(run: Callable[[], T]) -> tuple[T, str]:
     finally:
         sys.setprofile(before)
     return result, found[0] if found else ""
+
+
+def asked_of_surroundings(
+    name: str, run: Callable[[], object], function: Callable[..., Any], concrete: ConcreteCall
+) -> Iterator[str]:
+    """Yield notes on what an operator asks for that may be another one where it is deployed: environment variables, and
+    whether there is a GPU."""
+    with _variables_read() as read:
+        run()
+    for variable in dict.fromkeys(read):
+        yield f"`{name}` reads the environment variable `{variable}`: what passed holds for its value here"
+    place = other_way_on_gpus(function, concrete)
+    if place:
+        yield f"on a GPU `{name}` runs {place}, which was not run here: nothing is said of it"
+
+
+@contextmanager
+def _variables_read() -> Iterator[list[str]]:
+    """Collect the names of environment variables that a user's code reads meanwhile."""
+    found: list[str] = []
+    kind = type(os.environ)
+    read = kind.__getitem__
+
+    def noted(self: Any, key: str) -> str:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename in _READING:
+            frame = frame.f_back
+        if frame is not None and is_users(frame.f_code.co_filename):
+            found.append(key)
+        return read(self, key)
+
+    with patch.object(kind, "__getitem__", noted):
+        yield found
 
 
 def _changed(read: Callable[[], Any], write: Callable[[Any], object], value: Any, other: Any) -> Callable[[], Any]:

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -33,7 +34,12 @@ from verify.evidence.oracle.run_whole_operator import as_leaves
 from verify.operators.audit.earlier_call_dependence import depends_on_history
 from verify.operators.audit.handwritten_backward import plain
 from verify.operators.audit.memory_layout_dependence import depends_on_layout
-from verify.operators.audit.rank_and_mode_dependence import as_second_rank, asks_distributed, in_other_modes
+from verify.operators.audit.rank_and_mode_dependence import (
+    as_second_rank,
+    asked_of_surroundings,
+    asks_distributed,
+    in_other_modes,
+)
 from verify.operators.audit.watched_run import (
     BackwardRaised,
     Change,
@@ -140,6 +146,9 @@ def _probe(subject: _Audit, strides: bool) -> None:
         _depends_on_rank(subject, first, asked)
         _depends_on_history(subject)
         _depends_on_identity(subject)
+        _depends_on_class(subject, first)
+        run, function = partial(subject.run, subject.seed), subject.function
+        subject.notes += asked_of_surroundings(subject.spec.name, run, function, subject.concrete)
     _dtypes(subject)
     if strides and subject.compare and not subject.found("random_operator", "not_repeatable"):
         _strides(subject, first)
@@ -312,6 +321,25 @@ def _depends_on_identity(subject: _Audit) -> None:
                 message = f"`{subject.spec.name}` computes something else where {names} are one tensor"
                 subject.find("not_repeatable", message, facts, "it asks whether two inputs are one object")
                 return
+
+
+def _depends_on_class(subject: _Audit, first: Watched) -> None:
+    """Compare with a call on parameters, which weights are in a model, and shards of them in a program."""
+    if subject.found("input_mutated", "random_operator", "not_repeatable") or not subject.compare:
+        return
+    leaves = as_leaves(subject.concrete.tensors, torch.float64, subject.concrete.constants)
+    given = [torch.nn.Parameter(t) if t.requires_grad else t for t in leaves]
+    random_state.seed_all(SEEDS + subject.seed)
+    with suppress(Exception):  # nobody may write to a parameter in place
+        facts = _apart(
+            subject, first, watch(subject.function, subject.concrete, None, given, first.cotangents), ROUNDING
+        )
+        subject.count += 1
+        if facts:
+            facts = {"runs": "the same inputs, as results of other operations and as parameters", **facts}
+            message = f"`{subject.spec.name}` computes something else on parameters"
+            cause = "it asks whether a tensor is a `torch.nn.Parameter`, or a leaf"
+            subject.find("not_repeatable", message, facts, cause, "give it what it asks for as an argument")
 
 
 def _added(run: Watched, i: int, j: int) -> Watched:
