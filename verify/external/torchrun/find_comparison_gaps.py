@@ -11,6 +11,7 @@ import torch
 from nnscaler.errors import few
 from verify.external.comparison.comparison_records import Difference, ProgramRun
 from verify.external.reference import PlainReference
+from verify.external.torchrun.elements_of_one_rank import FilledIn
 from verify.external.torchrun.feed_data_of_all_ranks import MIXED, Material, Way
 from verify.external.torchrun.match_one_rank import Layout, reference_of
 from verify.external.torchrun.records import ScriptRecord
@@ -84,10 +85,10 @@ def _of_several_sizes(records: Sequence[ScriptRecord], layout: Layout) -> bool:
 
 
 def left_open(
-    run: ProgramRun, unseen: frozenset[str], idle: Sequence[str], not_own: str
+    run: ProgramRun, unseen: frozenset[str], idle: Sequence[str], not_own: str, scaled: Sequence[str]
 ) -> Iterator[tuple[Check, Finding]]:
-    """Yield what is open: `unseen` and other buffers that one rank lacks, parameters whose gradient is `idle`, and data
-    that are `not_own`: the reason says which."""
+    """Yield what is open: `unseen` and other buffers that one rank lacks, parameters whose gradient is `idle`, data
+    that are `not_own` (the reason says which), and tensors with no place on one rank whose gradients are `scaled`."""
     if not_own.endswith(MIXED):
         help = "let every rank take its rows of all tensors of one batch; where others are meant: a check file"
         check = Check("rows that belong together", Verdict.INCONCLUSIVE, 0, detail="the ranks take in others")
@@ -98,6 +99,15 @@ def left_open(
         help = "start it alike on all ranks; hold several that look alike in one module, where each has a name"
         check = Check("other buffers after steps", Verdict.INCONCLUSIVE, 0, detail="not found on one rank")
         yield check, Finding("not_compared", message, help=help)
+    if scaled:
+        message = (
+            f"{few(scaled)} cannot be found on one rank: their gradients, which the script limits, are not compared"
+        )
+        help = (
+            "an optimizer such as Adam hides a factor of them: start them alike on all ranks, from other values than 0"
+        )
+        check = Check("gradients that are filled in", Verdict.INCONCLUSIVE, 0, detail="not found on one rank")
+        yield check, Finding("not_compared", message, help=help)
     if idle:
         message = f"the gradient of {few(idle)} is zero in every step: whether ranks add it up was not compared"
         help = "watch more steps (`--steps`), or start from other values than zeros and a learning rate above 0"
@@ -106,7 +116,7 @@ def left_open(
 
 
 def idle_at_start(
-    runner: ScriptRunner, reference: PlainReference, material: Material, double: bool, way: Way
+    runner: ScriptRunner, reference: PlainReference, material: Material, double: bool, way: Way, *, filled: FilledIn
 ) -> tuple[str, ...]:
     """Return the parameters whose gradient is zero in every step, and would not be if others started elsewhere: behind
     a layer that starts from zeros, at a rate that starts from 0. What no data of these steps reach is left out."""
@@ -124,7 +134,7 @@ def idle_at_start(
         made = runner.fed(double, replace(material, start=start), way)
     except (NotMatched, Failed):
         return zeros
-    still = _zeros(reference_of(made, len(reference.steps)))
+    still = _zeros(reference_of(made, len(reference.steps), filled))
     return tuple(name for name in zeros if name not in still)
 
 

@@ -63,6 +63,7 @@ class HeldInScript:
     trained it requires a gradient
     tied    its other names
     kind    a "buffer" is also what a module holds that takes no part in training
+    filled  it is an optimizer's alone, and the script fills in its gradient
     """
 
     name: str
@@ -73,6 +74,7 @@ class HeldInScript:
     trained: bool
     tied: tuple[str, ...] = ()
     kind: Kind = "parameter"
+    filled: bool = False
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import ceil, inf, isclose, isfinite, log2
 
+from nnscaler.errors import few
 from verify.external.comparison.comparison_records import ComparisonResult
 from verify.external.comparison.findings import findings
 from verify.external.ranks.run_result import RanksFailed
@@ -116,6 +117,8 @@ def _compared_at(
         material = material if agreed.material.draws else replace(material, draws=())
         material = replace(material, scalars=agreed.material.scalars)
         attempt = attempt_of(other, name, made, layout, material, double, agreed.way)
+        if attempt.filled.unplaced and not agreed.filled.unplaced:
+            raise NotMatched(f"{few(attempt.filled.unplaced)} cannot be found on one rank")
     except (RanksFailed, NoParts, NotMatched, Failed) as problem:
         check = Check(size.check, Verdict.INCONCLUSIVE, 0, detail=size.why)
         message = f"{size.words}, nothing was compared: {first_line(str(problem))}"

@@ -307,10 +307,15 @@ def _said(judged: Judged, layout: Layout, records: Sequence[ScriptRecord]) -> li
     if judged.attempt is not None:
         notes.append(SAID[judged.attempt.way])
         notes += judged.attempt.notes
+        if unplaced := judged.attempt.filled.unplaced:
+            notes.append(
+                f"{few(unplaced)} cannot be found on one rank: what the script makes its gradients of shows in "
+                "parameters alone"
+            )
         pieces = [piece for record in judged.attempt.run.records for piece in record.pieces]
         by_value = sorted({piece.local for piece in pieces if piece.found == "value"})
         if by_value:
-            notes.append(f"which part a rank holds was found from the values at the start: {', '.join(by_value)}")
+            notes.append(f"which part a rank holds was found from the values at the start: {few(by_value)}")
     if not judged.passes and (unequal := _unequal_settings(records)) is not None:
         notes.append(unequal)
     if any(record.drew for record in records):

@@ -188,6 +188,7 @@ class ScriptWatch:
             (schedules.PipelineScheduleSingle, "step", self._schedule(single)),
             (schedules.PipelineScheduleMulti, "step", self._schedule(several)),
             *self._clipping.changes(),
+            *self._mode.collectives(),
             (torch, "from_numpy", lambda array: exact_tensor(from_numpy(array)) if self._double else from_numpy(array)),
         ]
 
@@ -303,9 +304,8 @@ class ScriptWatch:
             if self._inside:  # of a backward pass, which has made these gradients
                 mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
                 self._share(self._feed, {n: p for n, p in self._state.parameters().items() if id(p) in mine}, {})
+        self._state.meet_filled(optimizer)
         self._gradients = self._state.gradients()
-        if any(True for _ in self._state.unknown()):
-            self.tell("an optimizer has tensors that no module holds and no backward pass reaches: not compared")
         watched = [self._watched(value) if callable(value) else value for value in args]
         return tuple(watched), {name: self._watched(v) if callable(v) else v for name, v in kwargs.items()}
 
