@@ -23,7 +23,7 @@ from verify.external.ranks.run_result import RanksFailed
 from verify.external.reference import PlainReference, ReferenceStep
 from verify.external.torchrun.elements_of_one_rank import NONE_FILLED, FilledIn, filled_in
 from verify.external.torchrun.feed_data_of_all_ranks import Material, Way
-from verify.external.torchrun.find_comparison_gaps import Tried, doubt_of, idle_at_start, left_open
+from verify.external.torchrun.find_comparison_gaps import Tried, doubt_of, idle_at_start, left_open, reason_of
 from verify.external.torchrun.match_one_rank import (
     Layout,
     own_gradients,
@@ -33,7 +33,7 @@ from verify.external.torchrun.match_one_rank import (
     unmatched,
 )
 from verify.external.torchrun.records import Clipped, ScriptRecord
-from verify.external.torchrun.reference_processes import Failed, NotMatched, first_line
+from verify.external.torchrun.reference_processes import Failed, NoReference, NotMatched, first_line
 from verify.external.torchrun.run_ranks_and_reference import ScriptRunner
 from verify.programs.low_precision.noise import moved
 from verify.results.finding import Finding
@@ -99,7 +99,7 @@ class Judged:
     """
 
     attempt: Attempt | None
-    reasons: tuple[tuple[Way, str], ...]
+    reasons: tuple[NoReference, ...]
     checks: tuple[Check, ...]
     findings: tuple[Finding, ...]
 
@@ -113,25 +113,22 @@ def judge(
     runner: ScriptRunner, name: str, records: Sequence[ScriptRecord], layout: Layout, material: Material, double: bool
 ) -> Judged:
     """Make references until one agrees, and judge by that, or by the one that assumes least."""
-    reasons: list[tuple[Way, str]] = []
+    reasons: list[NoReference] = []
     made: list[Attempt] = []
     for way, given in _ways(material):
         if layout.count == 1 and (made or way in ("whole", "turns")):
             continue
         try:
             attempt = attempt_of(runner, name, records, layout, given, double, way)
-        except NotMatched as problem:
-            reasons.append((way, str(problem)))
-            continue
-        except Failed as problem:
-            reasons.append((way, f"it fails with {problem}"))
+        except (NotMatched, Failed) as problem:
+            reasons.append(NoReference.of(way, problem))
             continue
         made.append(attempt)
         if attempt.agrees:
             break
     if not made:
         return Judged(None, tuple(reasons), (), ())
-    reasons = [(way, reason) for way, reason in reasons if all(way != attempt.way for attempt in made)]
+    reasons = [reason for reason in reasons if all(reason.way != attempt.way for attempt in made)]
     agreeing = [attempt for attempt in made if attempt.agrees]
     firm = sorted((attempt for attempt in made if attempt.firm), key=lambda attempt: _FIRMEST.index(attempt.way))
     chosen = (agreeing or firm or made)[0]
@@ -184,7 +181,7 @@ def attempt_of(
     reference = reference_of(made, steps, filled)
     ranks = rank_records(records, layout, reference, made, filled)
     if strange := unmatched(ranks, records):
-        raise NotMatched(strange)
+        raise strange
     tolerance = Tolerance() if double else Tolerance({}, torch.finfo(reference.dtype).eps, exact=False)
     reference = replace(reference, steps=_with_part_losses(reference, ranks, layout))
     own = own_gradients(made, filled) if len(made) == layout.count else _no_gradients(reference)
@@ -269,7 +266,7 @@ def explained(runner: ScriptRunner, chosen: Attempt, made: Sequence[Attempt], do
 
 def _judged(
     chosen: Attempt,
-    reasons: tuple[tuple[Way, str], ...],
+    reasons: tuple[NoReference, ...],
     doubt: str | None,
     unseen: frozenset[str],
     idle: Sequence[str],
@@ -287,8 +284,8 @@ def _judged(
     if doubt is not None:
         checks = [replace(c, verdict=Verdict.INCONCLUSIVE, refuted=0) if c.refuted else c for c in checks]
         found = [replace(f, code="near_threshold", cause=f"{f.cause + '; ' if f.cause else ''}{doubt}") for f in found]
-    not_own = dict(reasons).get("own", "") if chosen.agrees else ""
-    for check, finding in left_open(chosen.run, unseen, idle, not_own, scaled):
+    mixed = next((one for one in reasons if one.way == "own" and one.mismatch == "mixed_rows"), None)
+    for check, finding in left_open(chosen.run, unseen, idle, mixed if chosen.agrees else None, scaled):
         checks.append(check)
         found.append(finding)
     return Judged(chosen, reasons, tuple(checks), tuple(found))
@@ -319,8 +316,7 @@ def _with_assumption(judged: Judged, made: Sequence[Attempt]) -> Judged:
                 f"it is 1/{parts} of that, as where a loss is a sum over rows, and gradients are averaged over parts"
             )
     else:
-        reason = dict(judged.reasons)["whole"]
-        message += f"the script could not be run on one rank with the rows of all: {reason}"
+        message += f"the script could not be run on one rank with the rows of all: {reason_of('whole', judged.reasons)}"
     check = Check("whole batches", Verdict.INCONCLUSIVE, 1, 0, detail="the mean over data parts is assumed to be right")
     return replace(
         judged,

@@ -19,9 +19,9 @@ from verify.external.torchrun.elements_of_one_rank import NONE_FILLED, Cuts, Fil
 from verify.external.torchrun.feed_data_of_all_ranks import Material
 from verify.external.torchrun.find_and_replace_data import close
 from verify.external.torchrun.records import Events, HeldInScript, ScriptRecord
+from verify.external.torchrun.reference_processes import NotMatched
 
 Value = TypeVar("Value", Tensor, Tensor | None)
-STARTS = "ranks start from different values of "  # at the beginning of a reason
 
 
 class NoParts(Exception):
@@ -285,16 +285,17 @@ def _filled_piece(held: HeldInScript, start: Tensor, places: Addresses, space: S
     return RankPiece(held.name, "parameter", (len(places),), names, places, "value", held.layout, False, began)
 
 
-def unmatched(ranks: Sequence[RankRecord], records: Sequence[ScriptRecord]) -> str:
+def unmatched(ranks: Sequence[RankRecord], records: Sequence[ScriptRecord]) -> NotMatched | None:
     """Name the trained parameters of ranks that are no part of one of the run on one rank, and say which of them are
-    others on every rank; return an empty text where there are none."""
+    others on every rank; return None where there are none."""
     pieces = [piece for rank in ranks for piece in rank.pieces]
     strange = dict.fromkeys(p.local for p in pieces if p.addresses is None and p.trained and 0 not in p.shape)
+    if not strange:
+        return None
     unequal = [name for name in unequal_starts(records) if name in strange]
-    start = f"{STARTS}{few(unequal, 4)}, and " if unequal else ""
-    return (
-        f"{start}{few(tuple(strange), 4)} on the ranks cannot be found in the parameters on one rank" if strange else ""
-    )
+    start = f"ranks start from different values of {few(unequal, 4)}, and " if unequal else ""
+    text = f"{start}{few(tuple(strange), 4)} on the ranks cannot be found in the parameters on one rank"
+    return NotMatched(text, "unequal_starts" if unequal else "other")
 
 
 def _piece(held: HeldInScript, start: Tensor, cuts: Cuts, unequal: bool) -> RankPiece:

@@ -157,7 +157,9 @@ def without_limits(runner: ScriptRunner, name: str, judged: Judged, layout: Layo
     compared = [result for result in attempt.compared if result.name == "gradients"]
     causes = findings(attempt.run, compared)
     if causes:
-        told = tuple(replace(finding, message=f"{_UNLIMITED}, {finding.message}") for finding in causes)
+        limited = any(record.measured or any(step.clipped for step in record.steps) for record in made)
+        words = f"{_UNLIMITED}, " if limited else ""
+        told = tuple(replace(finding, message=f"{words}{finding.message}") for finding in causes)
         return replace(judged, findings=(*told, *(f for f in judged.findings if f not in vague)))
     told = tuple(replace(f, cause=_LIMIT) if f in vague else f for f in judged.findings)
     return replace(judged, findings=told)
