@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed.pipelining.schedules as schedules
@@ -175,7 +175,7 @@ class ScriptWatch:
             self._losses += self._scalars(roots)
             if self._louder != 1:
                 with torch.enable_grad():
-                    tensors = tuple(root * self._louder if isinstance(root, Tensor) else root for root in roots)
+                    tensors = tuple(root * self._louder if _is_loss(root) else root for root in roots)
             with self._differentiating():
                 autograd(tensors, grad_tensors, *rest, **named)
             return None
@@ -219,7 +219,7 @@ class ScriptWatch:
 
     def _scalars(self, roots: Iterable[Any]) -> list[Tensor]:
         """Return the losses among what a backward pass starts from, and note how coarsely they are rounded."""
-        losses = [root for root in roots if isinstance(root, Tensor) and root.numel() == 1]
+        losses = [root for root in roots if _is_loss(root)]
         self._loss_unit = max([self._loss_unit, *(torch.finfo(loss.dtype).eps for loss in losses)])
         return [scalar(loss) for loss in losses]
 
@@ -351,3 +351,8 @@ class ScriptWatch:
                 self.tell(f"the script was stopped after {told} of its optimizer: `--steps` says how many are watched")
             self._save(self.record())
             raise Stopped
+
+
+def _is_loss(root: Any) -> TypeGuard[Tensor]:
+    """Return whether a backward pass starts here, and does not go on with a gradient that another stage has sent."""
+    return isinstance(root, Tensor) and root.numel() == 1

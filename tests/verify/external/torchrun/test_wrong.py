@@ -44,6 +44,11 @@ from verify.results.verdict import Verdict
         pytest.param(
             "by_hand.py --owned --broken reduce", 2, "gradient_differs", "missing_reduction", marks=pytest.mark.long
         ),
+        ("sent_stages.py --broken half", 2, "gradient_differs", "scaled"),
+        pytest.param("sent_stages.py --broken norm", 4, "gradient_differs", "scaled", marks=pytest.mark.long),
+        pytest.param(
+            "sent_stages.py --limit 99 --broken norm", 2, "gradient_differs", "scaled", marks=pytest.mark.long
+        ),
         ("zero.py --broken divide", 2, "gradient_differs", "scaled"),
         pytest.param("zero.py --alone --broken divide", 3, "gradient_differs", "scaled", marks=pytest.mark.long),
         pytest.param("zero.py --broken norm", 3, "gradient_differs", "scaled", marks=pytest.mark.long),
