@@ -235,7 +235,7 @@ def _clip(program: ExternalProgram, made: Any) -> Tensor | None:
         try:
             norm = torch.nn.utils.clip_grad_norm_([tensor for _, tensor in named], program.max_norm)
         except RuntimeError as error:
-            raise _mixed(named) or error from None
+            raise _sparse(named, program) or _mixed(named) or error from None
     return _whole(torch.as_tensor(norm)) if norm is not None else None
 
 
@@ -257,6 +257,17 @@ def _mixed(parameters: Sequence[tuple[str, Tensor]]) -> RuntimeError | None:
         f"`clip_grad_norm_` takes no norm of DTensors and plain tensors together, and {shown} stayed plain: shard the "
         "root module too (`fully_shard(model)` after its layers), or define `clip(model, max_norm)`"
     )
+
+
+def _sparse(parameters: Sequence[tuple[str, Tensor]], program: ExternalProgram) -> NnscalerError | None:
+    """Return why no norm can be taken, of the plain model's gradients either, where some are sparse; None for another
+    reason."""
+    sparse = [name for name, tensor in parameters if tensor.grad is not None and tensor.grad.layout != torch.strided]
+    if not sparse:
+        return None
+    message = f"`clip_grad_norm_` takes no norm of sparse gradients, and that of {few(sparse, 4)} is sparse"
+    help = "define `clip(model, max_norm)`, which leaves them out, or makes them dense by `grad.to_dense()`"
+    return NnscalerError("usage", message, program.where, help=help)
 
 
 def _whole(value: Any) -> Tensor | None:

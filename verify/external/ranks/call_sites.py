@@ -15,12 +15,12 @@ from types import FrameType, TracebackType
 
 import torch
 
-from nnscaler.tracing import float64_run
+import nnscaler
 
 _FOREIGN = (
     os.path.dirname(torch.__file__) + os.sep,
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,  # verify/external wraps torch, calls programs
-    os.path.abspath(float64_run.__file__),  # its mode is around every function of torch
+    os.path.dirname(os.path.abspath(nnscaler.__file__)) + os.sep,  # begins the command, and is around torch's functions
     "<",  # frozen modules, and code that was made at run time
 )
 _STANDARD = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))

@@ -38,7 +38,7 @@ class Stage(nn.Module):
 torch.manual_seed(0)
 stage = Stage()
 optimizer = torch.optim.AdamW(stage.parameters(), lr=1e-2)
-ends = dist.new_group([0, world - 1])
+ends = dist.new_group(sorted({0, world - 1}))
 data = torch.Generator().manual_seed(1)
 
 
