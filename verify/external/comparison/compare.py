@@ -122,7 +122,8 @@ def _gradients(run: ProgramRun, last: int) -> ComparisonResult:
         for record in run.records:
             for piece in _compared(record, "parameter"):
                 if piece.local in record.steps[number].unread and read.issuperset(piece.names):
-                    continue  # another rank makes its update, or a copy of it here
+                    name = name if _is_read(piece, seen) else LATE
+                    continue  # another rank makes its update, or that of a copy is made
                 count += 1
                 value = record.steps[number].gradients.get(piece.local)
                 one, gap = _gradient(run, number, record, piece, value, scale)
@@ -131,6 +132,10 @@ def _gradients(run: ProgramRun, last: int) -> ComparisonResult:
                     reduced, gap_after = _gradient(run, number, record, piece, after, scale)
                     if reduced is None or reduced.cause.kind not in VAGUE:
                         one, gap, name = reduced, gap_after, LATE
+                if one is not None and piece.local in record.steps[number].unread and read.isdisjoint(piece.names):
+                    one = Difference(
+                        "not_compared", piece.name, record.rank, number, Verdict.INCONCLUSIVE, actual=_UNREAD
+                    )
                 worst = max(worst, gap)
                 if one is not None:
                     found.append(one)
@@ -139,10 +144,20 @@ def _gradients(run: ProgramRun, last: int) -> ComparisonResult:
     return ComparisonResult(name, count, tuple(found), worst)
 
 
+_UNREAD = (
+    "no rank's optimizer holds parameters whose gradients differ, nor copies of them that begin with their values: "
+    "what it takes for gradients was not compared"
+)
+
+
 def _read(records: Sequence[RankRecord], seen: Sequence[ObservedStep]) -> frozenset[str]:
     """Return the tensors of the model of which some rank's optimizer has elements."""
     pieces = ((piece, step) for record, step in zip(records, seen, strict=True) for piece in record.pieces)
     return frozenset(n for p, step in pieces if p.local in step.gradients.keys() - step.unread for n in p.names)
+
+
+def _is_read(piece: RankPiece, seen: Sequence[ObservedStep]) -> bool:
+    return any(piece.local in step.gradients.keys() - step.unread for step in seen)
 
 
 def _compared(record: RankRecord, kind: str) -> Iterator[RankPiece]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nnscaler.runtime.tensor_bits import same_values
-from verify.external.parameter_mapping import Addresses, Lookup, StateMap
+from verify.external.parameter_mapping import Addresses, Lookup, StateMap, run_of
 from verify.external.torchrun.records import HeldInScript, ScriptRecord
 
 
@@ -68,27 +68,11 @@ def _places_of(record: ScriptRecord, one: ScriptRecord, space: StateMap) -> Iter
     alike = list(space.names) == [held.name for held in mine]
     for held in mine:
         start = record.start[held.name]
-        found: Addresses | None = _run_of(start, lookup.start)
+        found: Addresses | None = run_of(start, lookup.start)
         if found is None and alike:
             same = start.shape == space.shapes[held.name] and same_values(start, one.start[held.name])
             found = space.whole(held.name) if same else cuts.addresses(held.name, start)
         yield held.name, found
-
-
-def _run_of(start: Tensor, whole: Tensor) -> range | None:
-    """Return the one place where values stand in `whole` one after the other, but for zeros behind them; None where
-    there is none, or several."""
-    values = start.reshape(-1).double()
-    anchors = values.nonzero().flatten()
-    if not len(anchors):
-        return None
-    found: list[range] = []
-    for first in ((whole == values[anchors[0]]).nonzero().flatten() - anchors[0]).tolist():
-        here = whole[first : first + len(values)] if first >= 0 else whole[:0]
-        same = int((here == values[: len(here)]).long().cumprod(0).sum())
-        if same > int(anchors[-1]):
-            found.append(range(first, first + same))
-    return found[0] if len(found) == 1 else None
 
 
 def _space(every: Sequence[HeldInScript]) -> StateMap:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from math import ceil, inf, isclose, isfinite, log2
 
 from nnscaler.errors import few
+from verify.external.comparison.compare import LATE
 from verify.external.comparison.comparison_records import ComparisonResult
 from verify.external.comparison.findings import findings
 from verify.external.ranks.run_result import RanksFailed
@@ -154,7 +155,7 @@ def without_limits(runner: ScriptRunner, name: str, judged: Judged, layout: Layo
         with suppress(NotMatched, Failed):  # it says whose rows a gradient is of
             attempts.append(attempt_of(quiet, name, made, layout, material, double, "part"))
         attempt = explained(quiet, attempt, attempts, double)
-    compared = [result for result in attempt.compared if result.name == "gradients"]
+    compared = [result for result in attempt.compared if result.name in ("gradients", LATE)]
     causes = findings(attempt.run, compared)
     if causes:
         limited = any(record.measured or any(step.clipped for step in record.steps) for record in made)
