@@ -132,7 +132,8 @@ def _gradients(run: ProgramRun, last: int) -> ComparisonResult:
                     reduced, gap_after = _gradient(run, number, record, piece, after, scale)
                     if reduced is None or reduced.cause.kind not in VAGUE:
                         one, gap, name = reduced, gap_after, LATE
-                if one is not None and piece.local in record.steps[number].unread and read.isdisjoint(piece.names):
+                unread = piece.local in record.steps[number].unread and read.isdisjoint(piece.names)
+                if one is not None and value is not None and unread:
                     one = Difference(
                         "not_compared", piece.name, record.rank, number, Verdict.INCONCLUSIVE, actual=_UNREAD
                     )
