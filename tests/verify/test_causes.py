@@ -16,6 +16,7 @@ from verify.programs.causes.wrong_tensor import STAGES, Cause, WrongTensor, laid
 
 RIGHT = torch.randn(6, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 OTHER = torch.randn(6, 4, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+FEW = torch.tensor([1.0, 0.0, 1.0, 0.0, 0.0, 0.0], dtype=torch.float64)[:, None]  # of an embedding: words of a batch
 SQUARE = torch.randn(4, 4, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
 LARGE = RIGHT * 1e5  # more than float16 holds
 AT = {(rank, 0): {"dp": rank // 2, "tp": rank % 2} for rank in range(6)}
@@ -61,6 +62,7 @@ def means(rank: int) -> Tensor:
         (wrong(lambda rank: LARGE + 1, expected=LARGE), ("offset", "", 0.0)),
         (wrong(lambda rank: RIGHT.flip(0, 1), elements=RIGHT.flatten()), ("permuted", "", 0.0)),
         (wrong(lambda rank: torch.cat([OTHER[:1], RIGHT[1:]])), ("partly_wrong", "", 0.0)),
+        (wrong(lambda rank: FEW * OTHER, expected=FEW * RIGHT), ("differs", "", 0.0)),
         (wrong(lambda rank: OTHER, elements=RIGHT.flatten()), ("differs", "", 0.0)),
         (wrong(lambda rank: RIGHT * float("nan")), ("differs", "", 0.0)),
     ],

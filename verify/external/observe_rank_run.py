@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from nnscaler.errors import NnscalerError, few
 from nnscaler.runtime.nested_values import tensors_in
 from nnscaler.tracing.export.module_copies import copied_with_hooks
-from verify.external.parameter_mapping import Lookup, RankPiece, local_value, match
+from verify.external.parameter_mapping import Lookup, RankPiece, local_value, match, run_of, taken
 from verify.external.program import Batch, ExternalProgram
 from verify.external.ranks.call_sites import in_phase
 from verify.external.ranks.torch_private_trace import watch_redistributions
@@ -103,6 +103,9 @@ def observe(
         pieces = without_copies(pieces, lookup.space)
         hooked = tuple(name for name, tensor, _ in tensors_of_program(made, program) if tensor._backward_hooks)
         optimizer = optimizer_of(program, made, reference.learning_rate)
+        copies = _copies_of(optimizer, [tensor for _, tensor, _ in tensors_of_program(made, program)])
+        filled = _placed_copies(copies, lookup, known)
+        held_alone = {piece.local: (copies[piece.local], piece.shape[0]) for piece in filled}
         steps: list[ObservedStep] = []
         dtypes: set[torch.dtype] = set()
         moves: list[str] = []
@@ -113,10 +116,12 @@ def observe(
             for part in modules_of(made):
                 part.zero_grad(set_to_none=True)
             with watch_redistributions(moves.append if number == 0 else lambda move: None):
-                steps.append(_step(program, made, optimizer, rows_of(program, reference, rank, number), number))
+                rows = rows_of(program, reference, rank, number)
+                steps.append(_with_copies(_step(program, made, optimizer, rows, number), held_alone))
         held = sum(_bytes(value) for state in optimizer.state.values() for value in state.values())
         placed = dict(_placed(tensor for _, tensor, _ in tensors_of_program(made, program)))
         resting = [name or type(module).__name__ for name, module in _named_modules(made) if not module.training]
+    pieces = (*pieces, *(p for p in filled if any(step.gradients[p.local] is not None for step in steps)))
     evaluating = tuple(resting) if all(module.training for module in model.modules()) else ()
     at = coordinates(program)[rank]
     return RankRecord(rank, at, pieces, tuple(steps), frozenset(dtypes), held, tuple(moves), hooked, evaluating, placed)
@@ -201,6 +206,37 @@ def _step(
     return ObservedStep(_whole(loss), gradients, state, norm, changed(gradients, after), unread)
 
 
+# What an optimizer holds instead of the model's parameters: flat shards of them, copies in a wider dtype.
+
+
+def _copies_of(optimizer: torch.optim.Optimizer, known: Sequence[Tensor]) -> dict[str, Tensor]:
+    tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    others = {id(tensor) for tensor in known}
+    return {f"parameter {i} of the optimizer": t for i, t in enumerate(tensors) if id(t) not in others}
+
+
+def _placed_copies(copies: Mapping[str, Tensor], lookup: Lookup, known: Sequence[RankPiece]) -> tuple[RankPiece, ...]:
+    """Return a piece for each tensor that stands somewhere in the model's parameters as they begin, laid end to end."""
+    found = [piece for piece in known if piece.local in copies]
+    for name, tensor in () if known else copies.items():
+        values = local_value(tensor)
+        places = run_of(values, taken(lookup.start, lookup.space.parameters))
+        if places is not None:
+            names, began = lookup.space.names_at(places), float(values.double().sum())
+            found.append(RankPiece(name, "parameter", (len(places),), names, places, "value", "plain", False, began))
+    return tuple(found)
+
+
+def _with_copies(step: ObservedStep, copies: Mapping[str, tuple[Tensor, int]]) -> ObservedStep:
+    """Add what an optimizer's step has made of its copies, and the gradients that it has given them: so many elements,
+    for padding lies behind them."""
+    gradients = dict(step.gradients)
+    for name, (tensor, count) in copies.items():
+        gradients[name] = None if tensor.grad is None else local_value(tensor.grad).flatten()[:count].clone()
+    state = {name: local_value(tensor).flatten()[:count].clone() for name, (tensor, count) in copies.items()}
+    return replace(step, gradients=gradients, state={**step.state, **state})
+
+
 def unread_by(optimizers: Iterable[Any], parameters: Mapping[str, Tensor]) -> frozenset[str]:
     """Return the parameters that no optimizer holds: another rank may, which gets the sum of their gradients alone."""
     held = {id(tensor) for one in optimizers for group in one.param_groups for tensor in group["params"]}
@@ -235,7 +271,7 @@ def _clip(program: ExternalProgram, made: Any) -> Tensor | None:
         try:
             norm = torch.nn.utils.clip_grad_norm_([tensor for _, tensor in named], program.max_norm)
         except RuntimeError as error:
-            raise _mixed(named) or error from None
+            raise _sparse(named, program) or _mixed(named) or error from None
     return _whole(torch.as_tensor(norm)) if norm is not None else None
 
 
@@ -257,6 +293,17 @@ def _mixed(parameters: Sequence[tuple[str, Tensor]]) -> RuntimeError | None:
         f"`clip_grad_norm_` takes no norm of DTensors and plain tensors together, and {shown} stayed plain: shard the "
         "root module too (`fully_shard(model)` after its layers), or define `clip(model, max_norm)`"
     )
+
+
+def _sparse(parameters: Sequence[tuple[str, Tensor]], program: ExternalProgram) -> NnscalerError | None:
+    """Return why no norm can be taken, of the plain model's gradients either, where some are sparse; None for another
+    reason."""
+    sparse = [name for name, tensor in parameters if tensor.grad is not None and tensor.grad.layout != torch.strided]
+    if not sparse:
+        return None
+    message = f"`clip_grad_norm_` takes no norm of sparse gradients, and that of {few(sparse, 4)} is sparse"
+    help = "define `clip(model, max_norm)`, which leaves them out, or makes them dense by `grad.to_dense()`"
+    return NnscalerError("usage", message, program.where, help=help)
 
 
 def _whole(value: Any) -> Tensor | None:

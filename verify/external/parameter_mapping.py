@@ -211,6 +211,22 @@ class Lookup:
         return addresses, sure
 
 
+def run_of(start: Tensor, whole: Tensor) -> range | None:
+    """Return the one place where values stand in `whole` one after the other, but for zeros behind them; None where
+    there is none, or several."""
+    values = start.reshape(-1).double()
+    anchors = values.nonzero().flatten()
+    if not len(anchors):
+        return None
+    found: list[range] = []
+    for first in ((whole == values[anchors[0]]).nonzero().flatten() - anchors[0]).tolist():
+        here = whole[first : first + len(values)] if first >= 0 else whole[:0]
+        same = int((here == values[: len(here)]).long().cumprod(0).sum())
+        if same > int(anchors[-1]):
+            found.append(range(first, first + same))
+    return found[0] if len(found) == 1 else None
+
+
 def clean_name(name: str) -> str:
     """Drop the parts that wrappers add (`module.`, `_orig_mod.`, ...), and the `original` of a parametrised tensor.
 

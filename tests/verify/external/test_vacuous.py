@@ -179,3 +179,27 @@ def test_axes_of_another_order_are_told() -> None:
     assert codes(report) == (Verdict.INCONCLUSIVE, {"not_compared"})
     assert "on which rank 1 is at dp=1 tp=0; on the check file's" in str(report.findings[0].cause)
     assert "in that order" in str(report.findings[0].help)
+
+
+class ByItself(torch.optim.SGD):
+    """Averages gradients within its step, of parameters that it does not tell of."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__([nn.Parameter(torch.zeros(()))], lr=0.1)
+        self.others = list(model.parameters())
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.others:
+            assert parameter.grad is not None
+            mean = parameter.grad.clone()
+            if dist.is_initialized():
+                dist.all_reduce(mean)
+                mean /= dist.get_world_size()
+            parameter -= 0.1 * mean
+
+
+def test_gradients_that_no_optimizer_is_known_to_read_decide_nothing() -> None:
+    report = verified(replace(program(programs.unreduced, dp=2), optimizer=ByItself))
+    assert codes(report) == (Verdict.INCONCLUSIVE, {"not_compared"})
+    assert "no rank's optimizer holds parameters whose gradients differ" in report.findings[0].message

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -17,7 +17,7 @@ from tests.sampling import every
 from tests.verify.external import programs
 from tests.verify.external.programs import Net, program
 from verify.external.differential_run import ExternalSettings
-from verify.external.torchrun.cuda_on_cpu import WITHOUT_GPU
+from verify.external.torchrun.cuda_on_cpu import WITHOUT_GPU, asks_for_gpu
 from verify.external.verify import verify_program
 from verify.results.verdict import Verdict
 
@@ -303,3 +303,36 @@ def test_what_only_gpus_have_decides_nothing() -> None:
     assert (report.verdict, [f.code for f in report.findings]) == (Verdict.INCONCLUSIVE, ["nothing_checked"])
     assert "the program asks for a GPU, and there is none here: " in report.findings[0].message
     assert report.findings[0].help == WITHOUT_GPU
+
+
+@pytest.mark.parametrize(
+    ("kind", "kernels", "asks"),
+    [
+        ("SparseCPU", "CPU, CUDA, SparseCsrCUDA", False),
+        ("CPU", "CUDA, Meta", True),
+        ("CPU", "Meta, AutogradCUDA", False),
+        ("SparseCUDA", "CPU, CUDA", True),
+    ],
+)
+def test_an_operator_without_a_kernel_asks_for_a_gpu_where_only_that_has_one(
+    kind: str, kernels: str, asks: bool
+) -> None:
+    text = f"Could not run 'aten::x' with arguments from the '{kind}' backend. 'aten::x' is only available for these"
+    assert asks_for_gpu(f"{text} backends: [{kernels}].\n\nCUDA: registered at x.cpp") is asks
+
+
+def test_a_norm_of_sparse_gradients_needs_a_clip_of_the_files() -> None:
+    def bag() -> nn.Module:
+        return nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten(), nn.Linear(12, 3))
+
+    words = replace(
+        program(programs.replicated, dp=2),
+        model=bag,
+        batch=lambda: (torch.randint(0, 9, (8, 3)), torch.randint(0, 3, (8,))),
+        step=lambda model, pair: nn.functional.cross_entropy(model(pair[0]), pair[1]),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        max_norm=0.5,
+    )
+    with pytest.raises(NnscalerError, match="no norm of sparse gradients") as caught:
+        verify_program(words, ExternalSettings(isolate=False))
+    assert "grad.to_dense()" in str(caught.value.help)

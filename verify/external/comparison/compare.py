@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf, isnan
 
@@ -118,11 +118,12 @@ def _gradients(run: ProgramRun, last: int) -> ComparisonResult:
     for number, step in enumerate(run.reference.steps[: last + 1]):
         scale = run.reference.space.family_scale("gradient", step.gradients)
         seen = [record.steps[number] for record in run.records]
-        read = frozenset(name for one in seen for name in one.gradients if name not in one.unread)
+        read = _read(run.records, seen)
         for record in run.records:
             for piece in _compared(record, "parameter"):
-                if piece.local in read & record.steps[number].unread:
-                    continue  # another rank makes its update
+                if piece.local in record.steps[number].unread and read.issuperset(piece.names):
+                    name = name if _is_read(piece, seen) else LATE
+                    continue  # another rank makes its update, or that of a copy is made
                 count += 1
                 value = record.steps[number].gradients.get(piece.local)
                 one, gap = _gradient(run, number, record, piece, value, scale)
@@ -131,12 +132,33 @@ def _gradients(run: ProgramRun, last: int) -> ComparisonResult:
                     reduced, gap_after = _gradient(run, number, record, piece, after, scale)
                     if reduced is None or reduced.cause.kind not in VAGUE:
                         one, gap, name = reduced, gap_after, LATE
+                unread = piece.local in record.steps[number].unread and read.isdisjoint(piece.names)
+                if one is not None and value is not None and unread:
+                    one = Difference(
+                        "not_compared", piece.name, record.rank, number, Verdict.INCONCLUSIVE, actual=_UNREAD
+                    )
                 worst = max(worst, gap)
                 if one is not None:
                     found.append(one)
         if found:
             break
     return ComparisonResult(name, count, tuple(found), worst)
+
+
+_UNREAD = (
+    "no rank's optimizer holds parameters whose gradients differ, nor copies of them that begin with their values: "
+    "what it takes for gradients was not compared"
+)
+
+
+def _read(records: Sequence[RankRecord], seen: Sequence[ObservedStep]) -> frozenset[str]:
+    """Return the tensors of the model of which some rank's optimizer has elements."""
+    pieces = ((piece, step) for record, step in zip(records, seen, strict=True) for piece in record.pieces)
+    return frozenset(n for p, step in pieces if p.local in step.gradients.keys() - step.unread for n in p.names)
+
+
+def _is_read(piece: RankPiece, seen: Sequence[ObservedStep]) -> bool:
+    return any(piece.local in step.gradients.keys() - step.unread for step in seen)
 
 
 def _compared(record: RankRecord, kind: str) -> Iterator[RankPiece]:
@@ -300,7 +322,8 @@ def _states(run: ProgramRun, kind: str, last: int) -> ComparisonResult:
                     found.append(Difference(code, *key, verdict, gap.relative, *numbers, cause, piece.layout))
         if found:
             break
-    if kind == "parameter" and count and not any(True for _ in _changed(run.reference, kind)):
+    trained = {name for record in run.records for piece in record.pieces if piece.trained for name in piece.names}
+    if kind == "parameter" and count and trained.isdisjoint(_changed(run.reference, kind)):
         found.append(Difference("not_compared", "", -1, 0, Verdict.INCONCLUSIVE, actual=_IDLE))
     return ComparisonResult(f"{kind}s after steps", count, tuple(found), worst)
 

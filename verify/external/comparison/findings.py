@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from nnscaler.errors import few
 from verify.external.comparison.comparison_records import ComparisonResult, Difference, ProgramRun
-from verify.programs.causes.wrong_tensor import Cause
+from verify.programs.causes.wrong_tensor import VAGUE, Cause
 from verify.results.finding import Finding
 from verify.results.verdict import Verdict
 
@@ -15,13 +15,15 @@ _SHOWN = 4  # names in one sentence
 
 
 def findings(run: ProgramRun, compared: Sequence[ComparisonResult]) -> tuple[Finding, ...]:
-    """Return one finding for each group of differences that are alike."""
+    """Return one finding for each group of differences that are alike: of one code, first those with a cause."""
     groups: dict[tuple[str, str, str, str], list[Difference]] = {}
     for result in compared:
         for one in result.differences:
             factor = f"{one.cause.factor:.3g}"
             groups.setdefault((one.code, one.cause.kind, one.cause.axis, factor), []).append(one)
-    return tuple(_finding(run, group) for group in groups.values())
+    found = [_finding(run, group) for group in groups.values()]
+    codes = list(dict.fromkeys(finding.code for finding in found))
+    return tuple(sorted(found, key=lambda f: (codes.index(f.code), f.counter_example["cause"] in VAGUE)))
 
 
 _SENTENCES: Mapping[str, str] = {

@@ -15,13 +15,13 @@ from types import FrameType, TracebackType
 
 import torch
 
+import nnscaler
 from nnscaler.is_user_file import beside, is_installed
-from nnscaler.tracing import float64_run
 
 _FOREIGN = (
     beside(torch.__file__),
     beside(beside(__file__)[:-1]),  # verify/external wraps torch, calls programs
-    os.path.abspath(float64_run.__file__),  # its mode is around every function of torch
+    beside(nnscaler.__file__),  # begins the command, and is around torch's functions
     "<",  # frozen modules, and code that was made at run time
 )
 _STANDARD = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))

@@ -22,8 +22,9 @@ from verify.external.observe_rank_run import RankRecord
 from verify.external.parameter_mapping import RankPiece
 from verify.external.ranks.run_result import RanksFailed
 from verify.external.reference import PlainReference, ReferenceStep
+from verify.external.torchrun.elements_of_one_rank import NONE_FILLED, FilledIn, filled_in
 from verify.external.torchrun.feed_data_of_all_ranks import Material, Way
-from verify.external.torchrun.find_comparison_gaps import Tried, doubt_of, idle_at_start, left_open
+from verify.external.torchrun.find_comparison_gaps import Tried, doubt_of, idle_at_start, left_open, reason_of
 from verify.external.torchrun.match_one_rank import (
     Layout,
     own_gradients,
@@ -33,7 +34,7 @@ from verify.external.torchrun.match_one_rank import (
     unmatched,
 )
 from verify.external.torchrun.records import Clipped, ScriptRecord
-from verify.external.torchrun.reference_processes import Failed, NotMatched
+from verify.external.torchrun.reference_processes import Failed, NoReference, NotMatched
 from verify.external.torchrun.run_ranks_and_reference import ScriptRunner
 from verify.programs.low_precision.noise import moved
 from verify.results.finding import Finding
@@ -64,6 +65,7 @@ class Attempt:
     clipped  calls of torch's functions that clip gradients, in each of its steps
     unclipped
              makes the gradients before they were clipped
+    filled   tensors whose gradients the script fills in
     """
 
     way: Way
@@ -74,6 +76,7 @@ class Attempt:
     notes: tuple[str, ...]
     clipped: tuple[tuple[Clipped, ...], ...] = ()
     unclipped: PartGradients | None = None
+    filled: FilledIn = NONE_FILLED
 
     @property
     def agrees(self) -> bool:
@@ -97,7 +100,7 @@ class Judged:
     """
 
     attempt: Attempt | None
-    reasons: tuple[tuple[Way, str], ...]
+    reasons: tuple[NoReference, ...]
     checks: tuple[Check, ...]
     findings: tuple[Finding, ...]
 
@@ -111,25 +114,22 @@ def judge(
     runner: ScriptRunner, name: str, records: Sequence[ScriptRecord], layout: Layout, material: Material, double: bool
 ) -> Judged:
     """Make references until one agrees, and judge by that, or by the one that assumes least."""
-    reasons: list[tuple[Way, str]] = []
+    reasons: list[NoReference] = []
     made: list[Attempt] = []
     for way, given in _ways(material):
         if layout.count == 1 and (made or way in ("whole", "turns")):
             continue
         try:
             attempt = attempt_of(runner, name, records, layout, given, double, way)
-        except NotMatched as problem:
-            reasons.append((way, str(problem)))
-            continue
-        except Failed as problem:
-            reasons.append((way, f"it fails with {problem}"))
+        except (NotMatched, Failed) as problem:
+            reasons.append(NoReference.of(way, problem))
             continue
         made.append(attempt)
         if attempt.agrees:
             break
     if not made:
         return Judged(None, tuple(reasons), (), ())
-    reasons = [(way, reason) for way, reason in reasons if all(way != attempt.way for attempt in made)]
+    reasons = [reason for reason in reasons if all(reason.way != attempt.way for attempt in made)]
     agreeing = [attempt for attempt in made if attempt.agrees]
     firm = sorted((attempt for attempt in made if attempt.firm), key=lambda attempt: _FIRMEST.index(attempt.way))
     chosen = (agreeing or firm or made)[0]
@@ -137,8 +137,9 @@ def judge(
         chosen = explained(runner, chosen, made, double)
     unseen = frozenset(name for record in records for name in record.unseen)
     if chosen.agrees:
-        idle = idle_at_start(runner, chosen.run.reference, chosen.material, double, chosen.way)
-        judged = _judged(chosen, tuple(reasons), None, unseen, idle)
+        idle = idle_at_start(runner, chosen.run.reference, chosen.material, double, chosen.way, filled=chosen.filled)
+        limited = any(record.measured or any(step.clipped for step in record.steps) for record in records)
+        judged = _judged(chosen, tuple(reasons), None, unseen, idle, chosen.filled.unplaced if limited else ())
         if judged.passes and any(record.dropped for record in records):
             checks, found = _with_dropout(runner, chosen.run, layout, double)
             judged = replace(judged, checks=judged.checks + checks, findings=judged.findings + found)
@@ -177,19 +178,20 @@ def attempt_of(
         if wrong is not None:
             what = wrong if wrong == "the loss" else f"the gradient of {wrong}"
             raise NotMatched(f"on one rank {what} is not finite, so that nothing can be compared")
-    reference = reference_of(made, steps)
-    ranks = rank_records(records, layout, reference, made)
+    filled = filled_in(records, made[0])
+    reference = reference_of(made, steps, filled)
+    ranks = rank_records(records, layout, reference, made, filled)
     if strange := unmatched(ranks, records):
-        raise NotMatched(strange)
+        raise strange
     tolerance = Tolerance() if double else Tolerance({}, torch.finfo(reference.dtype).eps, exact=False)
     reference = replace(reference, steps=_with_part_losses(reference, ranks, layout))
-    own = own_gradients(made) if len(made) == layout.count else _no_gradients(reference)
+    own = own_gradients(made, filled) if len(made) == layout.count else _no_gradients(reference)
     run = ProgramRun(program_of(name, layout), reference, ranks, tolerance, own)
     clipped = tuple(step.clipped for step in made[0].steps[:steps])
-    own = own_gradients(made)
-    attempt = Attempt(way, material, made[0].numbers, run, compare(run), made[0].notes, clipped, own)
+    own = own_gradients(made, filled)
+    attempt = Attempt(way, material, made[0].numbers, run, compare(run), made[0].notes, clipped, own, filled)
     if not double and not attempt.agrees:
-        run = replace(run, tolerance=_noise(runner, material, double, way, reference))
+        run = replace(run, tolerance=_noise(runner, attempt, double))
         attempt = replace(attempt, run=run, compared=compare(run))
     return attempt
 
@@ -217,9 +219,10 @@ def _with_part_losses(
     return tuple(steps)
 
 
-def _noise(runner: ScriptRunner, material: Material, double: bool, way: Way, truth: PlainReference) -> Tolerance:
+def _noise(runner: ScriptRunner, attempt: Attempt, double: bool) -> Tolerance:
     """Run the same reference from parameters that are moved by a unit in the last place, with its sums taken in another
     order: a norm by which a script clips is such a sum, and so is what a cast to bfloat16 rounds."""
+    material, truth = attempt.material, attempt.run.reference
     generator = torch.Generator().manual_seed(0)
     floor: dict[Key, float] = {("loss", number, ""): HALF * step.loss_unit for number, step in enumerate(truth.steps)}
     runs: list[tuple[PlainReference, PlainReference]] = []
@@ -231,8 +234,8 @@ def _noise(runner: ScriptRunner, material: Material, double: bool, way: Way, tru
         }
         for seed in (draw, None):  # a script may not run under what takes its sums in another order
             try:
-                made = runner.fed(double, replace(material, start=start, reordered=seed), way)
-                runs.append((reference_of(made, len(truth.steps)), truth))
+                made = runner.fed(double, replace(material, start=start, reordered=seed), attempt.way)
+                runs.append((reference_of(made, len(truth.steps), attempt.filled), truth))
                 break
             except (NotMatched, Failed) as problem:
                 unknown.append(first_line(problem, 300))
@@ -250,7 +253,7 @@ def explained(runner: ScriptRunner, chosen: Attempt, made: Sequence[Attempt], do
     """Judge again with the noise of an ill-conditioned model, and with the gradients of the data parts."""
     run = chosen.run
     if double and all(d.relative < _ROUNDING for result in chosen.compared for d in result.differences):
-        run = replace(run, tolerance=_noise(runner, chosen.material, double, chosen.way, run.reference))
+        run = replace(run, tolerance=_noise(runner, chosen, double))
     if chosen.unclipped is not None:
         count = len(chosen.material.parts) if chosen.way == "part" else 1
         run = replace(run, unclipped=partial(_mean_of_parts, chosen.unclipped, count))
@@ -264,10 +267,11 @@ def explained(runner: ScriptRunner, chosen: Attempt, made: Sequence[Attempt], do
 
 def _judged(
     chosen: Attempt,
-    reasons: tuple[tuple[Way, str], ...],
+    reasons: tuple[NoReference, ...],
     doubt: str | None,
     unseen: frozenset[str],
     idle: Sequence[str],
+    scaled: Sequence[str] = (),
 ) -> Judged:
     double = chosen.run.reference.dtype == torch.float64
     level = Verdict.TESTED_EXACT if double else Verdict.TESTED_CALIBRATED
@@ -281,7 +285,8 @@ def _judged(
     if doubt is not None:
         checks = [replace(c, verdict=Verdict.INCONCLUSIVE, refuted=0) if c.refuted else c for c in checks]
         found = [replace(f, code="near_threshold", cause=f"{f.cause + '; ' if f.cause else ''}{doubt}") for f in found]
-    for check, finding in left_open(chosen.run, unseen, idle, dict(reasons).get("own", "") if chosen.agrees else ""):
+    mixed = next((one for one in reasons if one.way == "own" and one.mismatch == "mixed_rows"), None)
+    for check, finding in left_open(chosen.run, unseen, idle, mixed if chosen.agrees else None, scaled):
         checks.append(check)
         found.append(finding)
     return Judged(chosen, reasons, tuple(checks), tuple(found))
@@ -312,8 +317,7 @@ def _with_assumption(judged: Judged, made: Sequence[Attempt]) -> Judged:
                 f"it is 1/{parts} of that, as where a loss is a sum over rows, and gradients are averaged over parts"
             )
     else:
-        reason = dict(judged.reasons)["whole"]
-        message += f"the script could not be run on one rank with the rows of all: {reason}"
+        message += f"the script could not be run on one rank with the rows of all: {reason_of('whole', judged.reasons)}"
     check = Check("whole batches", Verdict.INCONCLUSIVE, 1, 0, detail="the mean over data parts is assumed to be right")
     return replace(
         judged,

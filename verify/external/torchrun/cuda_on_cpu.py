@@ -36,6 +36,9 @@ _CUDA_NOTE = "the script asks for cuda devices: they were the CPU"
 
 
 _OF_GPUS = re.compile(r"\b(cuda|nccl|nvidia|gpus?|xpu|triton)\b", re.IGNORECASE)
+_NO_KERNEL = re.compile(
+    r"arguments from the '(?P<kind>\w+)' backend.*? these backends: \[(?P<others>[\w, ]*)\]", re.DOTALL
+)
 WITHOUT_GPU = (
     "everything runs on the CPU here: take devices from `mesh.device_type` or `torch.accelerator`, and leave out what "
     "GPUs or NCCL alone have"
@@ -43,8 +46,15 @@ WITHOUT_GPU = (
 
 
 def asks_for_gpu(message: str) -> bool:
-    """Return whether an error is about a GPU, or about what is for GPUs alone: no run on a CPU says more."""
-    return _OF_GPUS.search(message) is not None
+    """Return whether an error is about a GPU, or about what is for GPUs alone: no run on a CPU says more.
+
+    An operator without a kernel for some kind of tensor names all kinds for which it has one: CUDA's is often there.
+    """
+    missing = _NO_KERNEL.search(message)
+    if missing is None:
+        return _OF_GPUS.search(message) is not None
+    kind, others = missing["kind"], missing["others"].split(", ")
+    return "CUDA" in kind or kind.replace("CPU", "CUDA") in others
 
 
 def on_cpu(value: Any, tell: Tell) -> Any:

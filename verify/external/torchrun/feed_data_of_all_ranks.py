@@ -26,7 +26,7 @@ from verify.external.torchrun.find_and_replace_data import close, settings_of
 from verify.external.torchrun.records import Events, Settings, Tensors, Unmatched
 
 Way = Literal["own", "whole", "turns", "part"]
-MIXED = ", although there are as many, and other data or single rows are"  # at the end of a reason
+_MIXED = ", although there are as many, and other data or single rows are"
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,8 @@ class RanksFeed:
                 if not _is_own(own, column):
                     many = rows and own.numel() == sum(other.numel() for other in column)
                     mixed = many and (self.divided - {kind} or _same_rows(own, column))
-                    what = f"the script's own data ({kind}) are not those of the ranks together"
-                    raise Unmatched(f"on one rank {what}{MIXED if mixed else ''}")
+                    what = f"the script's own data ({kind}) are not those of the ranks together{_places(own, column)}"
+                    raise Unmatched(f"on one rank {what}{_MIXED if mixed else ''}", "mixed_rows" if mixed else "other")
                 self.divided.update([kind] if rows else [])
             return natural
         wanted = tuple(
@@ -314,6 +314,18 @@ def _filled_up_with(column: Sequence[Tensor]) -> float:
         same = (row.flip(0) == row[-1]).long().cumprod(0).sum()
         ends[row[-1].item()] = ends.get(row[-1].item(), 0) + int(same) - 1
     return max(ends, key=lambda value: ends[value], default=0)
+
+
+def _places(own: Tensor, column: Sequence[Tensor]) -> str:
+    """Say where every rank has the first of the script's own numbers: positions that do not know the rank's place."""
+    first = column[0]
+    if own.is_floating_point() or own.dim() != first.dim() or not all(close(first, other) for other in column):
+        return ""
+    starts = all(here <= there for here, there in zip(first.shape, own.shape, strict=True))
+    if not starts or not torch.equal(own[tuple(map(slice, first.shape))], first.to(own.dtype)):
+        return ""
+    shapes = f"{list(first.shape)} of {list(own.shape)}"
+    return f": every rank has the first {shapes}, as positions have that do not begin at the rank's place"
 
 
 def _is_total(own: Tensor, column: Sequence[Tensor]) -> bool:

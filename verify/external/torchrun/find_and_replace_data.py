@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
@@ -27,6 +28,10 @@ _OF_GRADIENTS = "_nnscaler_of_gradients"  # marks what a script computes of grad
 _NORMS = frozenset(
     ("norm", "linalg_norm", "linalg_vector_norm", "_foreach_norm", "square", "pow", "__pow__", "dot", "sum", "max",
      "amax", "clamp", "clamp_", "clip", "clip_", "_foreach_clamp_max_", "_foreach_clamp_min_")
+)  # fmt: skip
+_FILLING = (
+    "all_gather", "all_gather_into_tensor", "all_to_all", "all_to_all_single", "gather", "reduce_scatter",
+    "reduce_scatter_tensor", "scatter",
 )  # fmt: skip
 # code that is no script's
 _OTHERS = (beside(torch.__file__), *OURS)
@@ -138,9 +143,30 @@ class ScriptMode(TorchFunctionMode):
             return
         elif any(isinstance(value, Tensor) and self._of_gradients(value) for value in _values(given, named)):
             self.measured |= func.__name__ in _NORMS
-            for one in made if isinstance(made, tuple | list) else (made,):
+            filled = given[0] if func.__name__ == "__setitem__" else named.get("out")
+            for one in (*(made if isinstance(made, tuple | list) else (made,)), filled):
                 if isinstance(one, Tensor):
                     setattr(one, _OF_GRADIENTS, True)
+                    if any(one is written for written in (filled, *given[:1])):
+                        self._gradients.add(_storage(one))
+
+    def collectives(self) -> list[tuple[Any, str, Any]]:
+        """Return what stands for collectives of torch that fill tensors: with gradients, where they are given some."""
+        return [
+            (owner, name, self._filling(getattr(owner, name)))
+            for owner in (dist, dist.distributed_c10d)
+            for name in _FILLING
+            if hasattr(owner, name)
+        ]
+
+    def _filling(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any, **named: Any) -> Any:
+            tensors = [value for value in _values(args, named) if isinstance(value, Tensor)]
+            if any(map(self._of_gradients, tensors)):
+                self._gradients |= set(map(_storage, tensors))
+            return function(*args, **named)
+
+        return called
 
     def _of_gradients(self, tensor: Tensor) -> bool:
         return hasattr(tensor, _OF_GRADIENTS) or bool(self._gradients and _storage(tensor) in self._gradients)

@@ -11,10 +11,11 @@ import torch
 from nnscaler.errors import few
 from verify.external.comparison.comparison_records import Difference, ProgramRun
 from verify.external.reference import PlainReference
-from verify.external.torchrun.feed_data_of_all_ranks import MIXED, Material, Way
+from verify.external.torchrun.elements_of_one_rank import FilledIn
+from verify.external.torchrun.feed_data_of_all_ranks import Material, Way
 from verify.external.torchrun.match_one_rank import Layout, reference_of
 from verify.external.torchrun.records import ScriptRecord
-from verify.external.torchrun.reference_processes import Failed, NotMatched
+from verify.external.torchrun.reference_processes import Failed, NoReference, NotMatched
 from verify.external.torchrun.run_ranks_and_reference import ScriptRunner
 from verify.external.torchrun.script_state import is_outside
 from verify.programs.causes.wrong_tensor import VAGUE
@@ -39,7 +40,7 @@ class Tried:
     way: Way
     numbers: tuple[float, ...]
     firm: bool
-    reasons: tuple[tuple[Way, str], ...]
+    reasons: tuple[NoReference, ...]
 
 
 def doubt_of(
@@ -53,7 +54,7 @@ def doubt_of(
     pairs = [(n, o) for n, o in zip(tried.numbers, records[0].numbers, strict=False) if n != o]
     if tried.way == "part" and pairs:
         return f"on one rank the script reads {pairs[0][0]:g} from its data, and {pairs[0][1]:g} on rank 0: {_READ}"
-    if not {"own", "whole"} <= {way for way, _ in tried.reasons}:
+    if not {"own", "whole"} <= {reason.way for reason in tried.reasons}:
         return None
     gradients = [d.cause for d in differences if d.code.startswith("gradient_differs")]
     causes = gradients or [d.cause for d in differences]
@@ -61,12 +62,17 @@ def doubt_of(
         return "the gradient is the sum over the data parts: whether the loss is a sum over rows could not be tried"
     vague = any(c.kind in VAGUE or (c.kind == "scaled" and abs(c.factor * layout.count - 1) > _SAME) for c in causes)
     if tried.way == "part" and vague and _of_several_sizes(records, layout):
-        reason = dict(tried.reasons)["whole"]
+        reason = reason_of("whole", tried.reasons)
         return (
             "the data parts have other numbers of rows or labels, so that a loss over all of them is not the mean over "
             f"the parts, and the script could not be run on one rank with the rows of all: {reason}"
         )
     return None
+
+
+def reason_of(way: Way, reasons: Sequence[NoReference]) -> str:
+    """Say why there is no reference in this way: the last reason, which assumes least."""
+    return next(reason.text for reason in reversed(reasons) if reason.way == way)
 
 
 _SAME = 1e-3  # how far a factor may be from a number of data parts, for rounding
@@ -84,19 +90,28 @@ def _of_several_sizes(records: Sequence[ScriptRecord], layout: Layout) -> bool:
 
 
 def left_open(
-    run: ProgramRun, unseen: frozenset[str], idle: Sequence[str], not_own: str
+    run: ProgramRun, unseen: frozenset[str], idle: Sequence[str], mixed: NoReference | None, scaled: Sequence[str]
 ) -> Iterator[tuple[Check, Finding]]:
-    """Yield what is open: `unseen` and other buffers that one rank lacks, parameters whose gradient is `idle`, and data
-    that are `not_own`: the reason says which."""
-    if not_own.endswith(MIXED):
+    """Yield what is open: `unseen` and other buffers that one rank lacks, parameters whose gradient is `idle`, rows
+    that are `mixed` up, and tensors with no place on one rank whose gradients are `scaled`."""
+    if mixed is not None:
         help = "let every rank take its rows of all tensors of one batch; where others are meant: a check file"
         check = Check("rows that belong together", Verdict.INCONCLUSIVE, 0, detail="the ranks take in others")
-        yield check, Finding("not_compared", f"{not_own}: rows may be mixed up, lost or taken twice", help=help)
+        yield check, Finding("not_compared", f"{mixed.text}: rows may be mixed up, lost or taken twice", help=help)
     pieces = [piece for record in run.records for piece in record.pieces if piece.kind == "buffer"]
     if lost := sorted(unseen | {piece.local for piece in pieces if piece.addresses is None}):
         message = f"steps change {few(lost)}, which cannot be found on one rank: not compared"
         help = "start it alike on all ranks; hold several that look alike in one module, where each has a name"
         check = Check("other buffers after steps", Verdict.INCONCLUSIVE, 0, detail="not found on one rank")
+        yield check, Finding("not_compared", message, help=help)
+    if scaled:
+        message = (
+            f"{few(scaled)} cannot be found on one rank: their gradients, which the script limits, are not compared"
+        )
+        help = (
+            "an optimizer such as Adam hides a factor of them: start them alike on all ranks, from other values than 0"
+        )
+        check = Check("gradients that are filled in", Verdict.INCONCLUSIVE, 0, detail="not found on one rank")
         yield check, Finding("not_compared", message, help=help)
     if idle:
         message = f"the gradient of {few(idle)} is zero in every step: whether ranks add it up was not compared"
@@ -106,7 +121,7 @@ def left_open(
 
 
 def idle_at_start(
-    runner: ScriptRunner, reference: PlainReference, material: Material, double: bool, way: Way
+    runner: ScriptRunner, reference: PlainReference, material: Material, double: bool, way: Way, *, filled: FilledIn
 ) -> tuple[str, ...]:
     """Return the parameters whose gradient is zero in every step, and would not be if others started elsewhere: behind
     a layer that starts from zeros, at a rate that starts from 0. What no data of these steps reach is left out."""
@@ -124,7 +139,7 @@ def idle_at_start(
         made = runner.fed(double, replace(material, start=start), way)
     except (NotMatched, Failed):
         return zeros
-    still = _zeros(reference_of(made, len(reference.steps)))
+    still = _zeros(reference_of(made, len(reference.steps), filled))
     return tuple(name for name in zeros if name not in still)
 
 

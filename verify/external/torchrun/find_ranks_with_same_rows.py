@@ -42,7 +42,7 @@ def replicas(judged: Judged, layout: Layout, records: Sequence[ScriptRecord]) ->
         return None
     else:
         holding = [
-            sorted((p.name, p.key) for p in r.pieces if p.kind == "parameter" and p.key is not None)
+            sorted((p.name, p.key) for p in r.pieces if p.trained and p.kind == "parameter" and p.key is not None)
             for r in run.records
         ]
         numbers = [holding[:rank].count(own) for rank, own in enumerate(holding)]

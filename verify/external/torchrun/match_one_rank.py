@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -11,14 +12,16 @@ from torch import Tensor
 from nnscaler.errors import few
 from nnscaler.runtime.tensor_bits import same_values
 from verify.external.observe_rank_run import ObservedStep, RankRecord
-from verify.external.parameter_mapping import Addresses, Lookup, RankPiece, StateMap
+from verify.external.parameter_mapping import Addresses, RankPiece, StateMap
 from verify.external.program import ExternalProgram
 from verify.external.reference import PlainReference, ReferenceStep
+from verify.external.torchrun.elements_of_one_rank import NONE_FILLED, Cuts, FilledIn, space_of
 from verify.external.torchrun.feed_data_of_all_ranks import Material
 from verify.external.torchrun.find_and_replace_data import close
 from verify.external.torchrun.records import Events, HeldInScript, ScriptRecord
+from verify.external.torchrun.reference_processes import NotMatched
 
-STARTS = "ranks start from different values of "  # at the beginning of a reason
+Value = TypeVar("Value", Tensor, Tensor | None)
 
 
 class NoParts(Exception):
@@ -167,23 +170,9 @@ def program_of(name: str, layout: Layout) -> ExternalProgram:
     return ExternalProgram(name, unused, unused, unused, layout.mesh(), axes)  # type: ignore[arg-type]
 
 
-def space_of(record: ScriptRecord) -> StateMap:
-    """Lay out the parameters and buffers of a run on one rank."""
-    starts: dict[str, int] = {}
-    shapes: dict[str, torch.Size] = {}
-    size = 0
-    for held in record.held:
-        for name in (held.name, *held.tied):
-            starts[name], shapes[name] = size, torch.Size(held.whole)
-        size += torch.Size(held.whole).numel()
-    names = tuple(held.name for held in record.held)
-    kinds = {name: held.kind for held in record.held for name in (held.name, *held.tied)}
-    return StateMap(starts, shapes, kinds, size, names)
-
-
-def reference_of(records: Sequence[ScriptRecord], steps: int) -> PlainReference:
+def reference_of(records: Sequence[ScriptRecord], steps: int, filled: FilledIn = NONE_FILLED) -> PlainReference:
     """Return the run on one rank, or those of all data parts, as an oracle."""
-    first, space = records[0], space_of(records[0])
+    first, space = records[0], space_of(records[0], filled)
     rows = []
     for number in range(steps):
         seen = [record.steps[number] for record in records]
@@ -192,15 +181,19 @@ def reference_of(records: Sequence[ScriptRecord], steps: int) -> PlainReference:
         parts = tuple(losses) if len(losses) > 1 else ()
         states = [space.flat(s.state) for s in seen]
         statistics = tuple((state,) for state in states) if len(states) > 1 else ()
-        gradients, norm = space.flat(seen[0].gradients), seen[0].norm
+        gradients, norm = space.flat(_without(seen[0].gradients, filled.unread)), seen[0].norm
         unit = max(s.loss_unit for s in seen)
         rows.append(ReferenceStep(mean, parts, gradients, states[0], norm, statistics, unit))
     return PlainReference(space, dict(first.start), tuple(rows), 0.0, first.dtype, None)
 
 
-def own_gradients(records: Sequence[ScriptRecord]) -> Callable[[int, int], Tensor]:
+def _without(gradients: Mapping[str, Tensor | None], names: frozenset[str]) -> Mapping[str, Tensor | None]:
+    return {name: value for name, value in gradients.items() if name not in names}
+
+
+def own_gradients(records: Sequence[ScriptRecord], filled: FilledIn = NONE_FILLED) -> Callable[[int, int], Tensor]:
     """Return the gradients of each data part by itself, over all addresses."""
-    space = space_of(records[0])
+    space = space_of(records[0], filled)
     return lambda step, part: space.flat(records[part].steps[step].own)
 
 
@@ -232,51 +225,80 @@ def _changing(records: Iterable[ScriptRecord]) -> frozenset[str]:
 
 
 def rank_records(
-    records: Sequence[ScriptRecord], layout: Layout, reference: PlainReference, made: Sequence[ScriptRecord] = ()
+    records: Sequence[ScriptRecord],
+    layout: Layout,
+    reference: PlainReference,
+    made: Sequence[ScriptRecord] = (),
+    filled: FilledIn = NONE_FILLED,
 ) -> tuple[RankRecord, ...]:
     """Return what each rank did, by the addresses of the run on one rank, or of those `made` on each data part."""
     lookup, unequal = reference.lookup(), frozenset(unequal_starts(records))
     changing = _changing((*records, *made))
     count = len(reference.steps)
     last = [record.steps[count - 1] for record in records]
-    read = frozenset(name for seen in last for name in seen.gradients if name not in seen.unread)
+    read = frozenset(name for seen in last for name in seen.gradients if name not in seen.unread or filled.any)
     found = []
     for record in records:
         steps = tuple(
             ObservedStep(
                 torch.stack(seen.losses).sum() if seen.losses else None,
-                seen.gradients,
+                _cut(_without(seen.gradients, filled.unread), record.rank, filled),
                 # what another rank updates arrives after the step, and the script may have been stopped before
-                {n: v for n, v in seen.state.items() if number < count - 1 or n not in seen.unread & read},
+                _cut(
+                    {n: v for n, v in seen.state.items() if number < count - 1 or n not in seen.unread & read},
+                    record.rank,
+                    filled,
+                ),
                 seen.norm,
-                seen.late,
+                _cut(seen.late, record.rank, filled),
                 seen.unread,
             )
             for number, seen in enumerate(record.steps[:count])
         )
-        cuts = _Cuts(record.rank, lookup)
+        cuts = Cuts(record.rank, lookup)
         pieces = [
             _piece(held, record.start[held.name], cuts, held.name in unequal)
             for held in record.held
-            if held.kind == "parameter" or held.name in changing
+            if (held.kind == "parameter" and not held.filled) or held.name in changing
+        ]
+        pieces += [
+            _filled_piece(held, record.start[held.name], filled.places[record.rank, held.name], reference.space)
+            for held in record.held
+            if (record.rank, held.name) in filled.places
         ]
         found.append(RankRecord(record.rank, layout.coordinate(record.rank), tuple(pieces), steps))
     return tuple(found)
 
 
-def unmatched(ranks: Sequence[RankRecord], records: Sequence[ScriptRecord]) -> str:
+def _cut(values: Mapping[str, Value], rank: int, filled: FilledIn) -> dict[str, Value]:
+    """Return values without the padding of what is filled in."""
+    found = dict(values)
+    for name, value in values.items():
+        places = filled.places.get((rank, name))
+        if value is not None and places is not None:
+            found[name] = value.reshape(-1)[: len(places)]
+    return found
+
+
+def _filled_piece(held: HeldInScript, start: Tensor, places: Addresses, space: StateMap) -> RankPiece:
+    began, names = float(start.double().sum()), space.names_at(places)
+    return RankPiece(held.name, "parameter", (len(places),), names, places, "value", held.layout, False, began)
+
+
+def unmatched(ranks: Sequence[RankRecord], records: Sequence[ScriptRecord]) -> NotMatched | None:
     """Name the trained parameters of ranks that are no part of one of the run on one rank, and say which of them are
-    others on every rank; return an empty text where there are none."""
+    others on every rank; return None where there are none."""
     pieces = [piece for rank in ranks for piece in rank.pieces]
     strange = dict.fromkeys(p.local for p in pieces if p.addresses is None and p.trained and 0 not in p.shape)
+    if not strange:
+        return None
     unequal = [name for name in unequal_starts(records) if name in strange]
-    start = f"{STARTS}{few(unequal, 4)}, and " if unequal else ""
-    return (
-        f"{start}{few(tuple(strange), 4)} on the ranks cannot be found in the parameters on one rank" if strange else ""
-    )
+    start = f"ranks start from different values of {few(unequal, 4)}, and " if unequal else ""
+    text = f"{start}{few(tuple(strange), 4)} on the ranks cannot be found in the parameters on one rank"
+    return NotMatched(text, "unequal_starts" if unequal else "other")
 
 
-def _piece(held: HeldInScript, start: Tensor, cuts: _Cuts, unequal: bool) -> RankPiece:
+def _piece(held: HeldInScript, start: Tensor, cuts: Cuts, unequal: bool) -> RankPiece:
     space = cuts.lookup.space
     addresses: Addresses | None = None
     places, found = held.places, "layout"
@@ -296,45 +318,3 @@ def _piece(held: HeldInScript, start: Tensor, cuts: _Cuts, unequal: bool) -> Ran
     names = () if addresses is None else space.names_at(addresses)
     began = float(start.double().sum())
     return RankPiece(held.name, held.kind, held.shape, names, addresses, found, held.layout, held.trained, began)
-
-
-class _Cuts:
-    """Finds the addresses of tensors that one rank has cut out of whole ones by hand.
-
-    A slice of the tensor of the same name is tried first: where several slices have the same values (zeros), it is the
-    one of the number that this rank has in other tensors. Else each value is looked up, and must stand in one place.
-    """
-
-    def __init__(self, rank: int, lookup: Lookup) -> None:
-        self.lookup = lookup
-        self._rank = rank
-        self._numbers: dict[int, int] = {}  # slices of a tensor -> number of this rank's
-
-    def addresses(self, name: str, start: Tensor) -> Addresses | None:
-        """Return the addresses of a tensor; None where they are not known."""
-        found = self.slice_of(name, start)
-        if found is not None:
-            return found
-        looked_up, share = self.lookup.by_value(start)
-        return looked_up if share == 1.0 and len(torch.unique(looked_up)) == start.numel() else None
-
-    def slice_of(self, name: str, start: Tensor) -> Tensor | None:
-        """Return the addresses of a slice of the tensor of this name; None where it is none."""
-        space = self.lookup.space
-        if name not in space.starts or len(space.shapes[name]) != start.dim():
-            return None
-        shape, places = space.shapes[name], space.whole(name)
-        dims = [dim for dim in range(start.dim()) if shape[dim] != start.shape[dim]]
-        if len(dims) != 1 or shape[dims[0]] % start.shape[dims[0]]:
-            return None
-        numbers = (
-            torch.arange(places.start, places.stop).view(shape).chunk(shape[dims[0]] // start.shape[dims[0]], dims[0])
-        )
-        right = [i for i, part in enumerate(numbers) if torch.equal(self.lookup.start[part].to(start.dtype), start)]
-        if not right:
-            return None
-        count = len(numbers)
-        if len(right) == 1:
-            self._numbers.setdefault(count, right[0])
-        wanted = self._numbers.get(count, self._rank % count)
-        return numbers[wanted if wanted in right else right[0]].reshape(-1)

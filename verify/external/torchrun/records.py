@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from verify.programs.reference.eager import Kind
 
 Tensors = tuple[Tensor, ...]
 Settings = Mapping[str, float | tuple[float, ...]]  # of a group of parameters
+# what does not fit: rows that ranks mixed up or lost, values that replicas start from, or anything else
+Mismatch = Literal["mixed_rows", "unequal_starts", "other"]
 Events = Mapping[str, tuple[Tensors, ...]]  # "batch 0", "input" or "target" -> what came in, in order
 
 
@@ -63,6 +66,7 @@ class HeldInScript:
     trained it requires a gradient
     tied    its other names
     kind    a "buffer" is also what a module holds that takes no part in training
+    filled  it is an optimizer's alone, and the script fills in its gradient
     """
 
     name: str
@@ -73,6 +77,7 @@ class HeldInScript:
     trained: bool
     tied: tuple[str, ...] = ()
     kind: Kind = "parameter"
+    filled: bool = False
 
 
 @dataclass(frozen=True)
@@ -165,3 +170,7 @@ class Stopped(BaseException):
 
 class Unmatched(BaseException):
     """Raised in a run on one rank whose data cannot be matched with that of the ranks. `args[0]` says why."""
+
+    def __init__(self, why: str, mismatch: Mismatch = "other") -> None:
+        super().__init__(why)
+        self.mismatch = mismatch

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nnscaler.error_text import in_one_line
-from verify.external.torchrun.records import Unmatched
+from verify.external.torchrun.feed_data_of_all_ranks import Way
+from verify.external.torchrun.records import Mismatch, Unmatched
 from verify.processes.pool import Died, Done, Event, Note, Task, run_forked
 
 
@@ -21,13 +22,33 @@ class Failed(Exception):
 class NotMatched(Exception):
     """A run whose data cannot be matched with that of the ranks. `args[0]` says why."""
 
+    def __init__(self, why: str, mismatch: Mismatch = "other") -> None:
+        super().__init__(why)
+        self.mismatch = mismatch
+
+
+@dataclass(frozen=True)
+class NoReference:
+    """Why the script on one rank, fed in one way, is no reference. `mismatch`: None where the run failed."""
+
+    way: Way
+    text: str
+    mismatch: Mismatch | None
+
+    @staticmethod
+    def of(way: Way, problem: NotMatched | Failed) -> NoReference:
+        """Return why, of what the run raised."""
+        if isinstance(problem, NotMatched):
+            return NoReference(way, str(problem), problem.mismatch)
+        return NoReference(way, f"it fails with {problem}", None)
+
 
 @dataclass(frozen=True)
 class _Ending:
-    """How a process ended. `matched`: its data could be; `error`: one line; empty where it ended well."""
+    """How a process ended. `error`: one line; empty where it ended well. `mismatch`: its data could not be matched."""
 
     error: str = ""
-    matched: bool = True
+    mismatch: Mismatch | None = None
 
 
 def run_apart(function: Callable[[int], None], count: int, timeout: float, folder: Path) -> None:
@@ -39,8 +60,8 @@ def run_apart(function: Callable[[int], None], count: int, timeout: float, folde
         if not isinstance(event, Done):
             raise Failed(f"its process {_how(event)}")
         ending: _Ending = event.result
-        if not ending.matched:
-            raise NotMatched(ending.error)
+        if ending.mismatch is not None:
+            raise NotMatched(ending.error, ending.mismatch)
         if ending.error:
             raise Failed(ending.error)
 
@@ -57,7 +78,7 @@ def _task(function: Callable[[int], None], number: int, folder: Path) -> Task[_E
         try:
             function(number)
         except Unmatched as problem:
-            return _Ending(str(problem), matched=False)
+            return _Ending(str(problem), problem.mismatch)
         except BaseException as error:  # noqa: BLE001 - a script that fails is a result
             return _Ending(f"{in_one_line(error, 300)}")
         finally:

@@ -19,6 +19,8 @@ from dataclasses import dataclass, replace
 from math import ceil, inf, isclose, isfinite, log2
 
 from nnscaler.error_text import first_line
+from nnscaler.errors import few
+from verify.external.comparison.compare import LATE
 from verify.external.comparison.comparison_records import ComparisonResult
 from verify.external.comparison.findings import findings
 from verify.external.ranks.run_result import RanksFailed
@@ -117,6 +119,8 @@ def _compared_at(
         material = material if agreed.material.draws else replace(material, draws=())
         material = replace(material, scalars=agreed.material.scalars)
         attempt = attempt_of(other, name, made, layout, material, double, agreed.way)
+        if attempt.filled.unplaced and not agreed.filled.unplaced:
+            raise NotMatched(f"{few(attempt.filled.unplaced)} cannot be found on one rank")
     except (RanksFailed, NoParts, NotMatched, Failed) as problem:
         check = Check(size.check, Verdict.INCONCLUSIVE, 0, detail=size.why)
         message = f"{size.words}, nothing was compared: {first_line(problem, 300)}"
@@ -152,10 +156,12 @@ def without_limits(runner: ScriptRunner, name: str, judged: Judged, layout: Layo
         with suppress(NotMatched, Failed):  # it says whose rows a gradient is of
             attempts.append(attempt_of(quiet, name, made, layout, material, double, "part"))
         attempt = explained(quiet, attempt, attempts, double)
-    compared = [result for result in attempt.compared if result.name == "gradients"]
+    compared = [result for result in attempt.compared if result.name in ("gradients", LATE)]
     causes = findings(attempt.run, compared)
     if causes:
-        told = tuple(replace(finding, message=f"{_UNLIMITED}, {finding.message}") for finding in causes)
+        limited = any(record.measured or any(step.clipped for step in record.steps) for record in made)
+        words = f"{_UNLIMITED}, " if limited else ""
+        told = tuple(replace(finding, message=f"{words}{finding.message}") for finding in causes)
         return replace(judged, findings=(*told, *(f for f in judged.findings if f not in vague)))
     told = tuple(replace(f, cause=_LIMIT) if f in vague else f for f in judged.findings)
     return replace(judged, findings=told)

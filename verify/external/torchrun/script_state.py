@@ -3,6 +3,7 @@
 models   parameters and buffers of the modules that the script calls, and of what holds them
 outside  leaves of an optimizer that no such module holds, and a backward pass gives a gradient:
          "parameter 2 of optimizer 1"
+filled   the others, whose gradients the script fills in: copies of parameters in a wider dtype, or flat shards of them
 aside    parameters and buffers of modules that are never called with gradients, as averages of the weights are:
          "AveragedModel aside: n_averaged"; all of them are of the kind "buffer", for no optimizer trains them
 """
@@ -39,13 +40,15 @@ from verify.programs.reference.eager import Kind
 @dataclass(frozen=True)
 class StateTensor:
     """A tensor of a script. `names`: the first one is for reports; `given`: a run on one rank gives it its start;
-    `shard`: the whole shape, and the elements, of what FullyShardedDataParallel flattened."""
+    `shard`: the whole shape, and the elements, of what FullyShardedDataParallel flattened; `filled`: no backward pass
+    gives it a gradient, the script does."""
 
     tensor: Tensor
     names: tuple[str, ...]
     kind: Kind
     given: bool = True
     shard: tuple[tuple[int, ...], range] | None = None
+    filled: bool = False
 
     def local(self, value: Tensor) -> Tensor:
         """Return the tensor or its gradient as this rank holds it, without padding."""
@@ -63,6 +66,7 @@ class ScriptState:
         self._aside: dict[str, nn.Module] = {}
         self._alike: dict[str, tuple[list[nn.Module], list[float]]] = {}  # and sums of their values at the start
         self._outside: dict[str, Tensor] = {}
+        self._filled: dict[str, Tensor] = {}
         self._optimizers: list[Optimizer] = []
 
     def knows(self, module: nn.Module) -> bool:
@@ -125,6 +129,7 @@ class ScriptState:
         for number, model in enumerate(self._models):
             found += tensors_of_module(model, f"model {number + 1}: " if number else "")
         found += [StateTensor(tensor, (name,), "parameter", given=False) for name, tensor in self._outside.items()]
+        found += self._filled_in()
         for name, module in self._aside.items():
             found += tensors_of_module(module, f"{name}: ", aside=True)
         first: dict[int, StateTensor] = {}
@@ -133,8 +138,8 @@ class ScriptState:
         return list(first.values())
 
     def parameters(self) -> dict[str, Tensor]:
-        """Return what is trained, or might be."""
-        return {one.names[0]: one.tensor for one in self.tensors() if one.kind == "parameter"}
+        """Return what a backward pass trains, or might."""
+        return {one.names[0]: one.tensor for one in self.tensors() if one.kind == "parameter" and not one.filled}
 
     def unread(self) -> frozenset[str]:
         """Return the parameters whose gradient no optimizer reads."""
@@ -162,17 +167,27 @@ class ScriptState:
 
     def unknown(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of optimizers that nobody holds."""
-        known = {id(one.tensor) for one in self.tensors()}
+        known = {id(one.tensor) for one in self.tensors() if not one.filled}
         for number, optimizer in enumerate(self._optimizers):
             tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
             for place, tensor in enumerate(tensors):
                 if id(tensor) not in known:
                     yield f"parameter {place} of optimizer {number + 1}", tensor
 
+    def meet_filled(self, optimizer: Optimizer) -> None:
+        """Get to know what the script has given a gradient for this optimizer's step, and no backward pass has."""
+        mine = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+        self._filled |= {n: t for n, t in self.unknown() if id(t) in mine and t.grad is not None}
+        self.hold([one for one in self._filled_in() if one.names[0] not in self.held])
+
+    def _filled_in(self) -> list[StateTensor]:
+        left = {name: tensor for name, tensor in self._filled.items() if name not in self._outside}
+        return [StateTensor(tensor, (name,), "parameter", given=False, filled=True) for name, tensor in left.items()]
+
     def watch_outside(self) -> Callable[[], list[StateTensor]]:
         """Return what, after a backward pass, holds the leaves outside of modules to which it gave a gradient.
 
-        Others, such as copies in a wider dtype whose gradients a script fills in, follow from the models' gradients.
+        Others are `filled`.
         """
         before = {id(tensor): _mark(tensor) for _, tensor in self.unknown()}
 
@@ -267,8 +282,9 @@ def held(one: StateTensor) -> HeldInScript:
     if isinstance(tensor, DTensor):
         shapes = {name: tensor.shape}
         places = claimed(tensor, name, StateMap({name: 0}, shapes, {name: "parameter"}, tensor.numel(), (name,)))
-    trained = tensor.requires_grad and one.kind == "parameter"
+    trained = tensor.requires_grad and one.kind == "parameter" and not one.filled
     if one.shard is not None:
         whole, places = one.shard
         return HeldInScript(name, whole, (len(places),), places, "FSDP", trained, one.names[1:], one.kind)
-    return HeldInScript(name, whole, shape, places, layout_words(tensor), trained, one.names[1:], one.kind)
+    words = layout_words(tensor)
+    return HeldInScript(name, whole, shape, places, words, trained, one.names[1:], one.kind, one.filled)

@@ -17,7 +17,7 @@ from verify.external.ranks.run_result import RanksFailed
 from verify.external.torchrun.compare_with_one_rank import SAID, Judged, judge
 from verify.external.torchrun.cuda_on_cpu import WITHOUT_GPU, asks_for_gpu
 from verify.external.torchrun.find_ranks_with_same_rows import counts_for_each_rank, replicas, same_rows
-from verify.external.torchrun.match_one_rank import STARTS, Layout, NoParts, material_of, parts_of, unequal_starts
+from verify.external.torchrun.match_one_rank import Layout, NoParts, material_of, parts_of, unequal_starts
 from verify.external.torchrun.records import ScriptRecord
 from verify.external.torchrun.reference_processes import Failed
 from verify.external.torchrun.rerun_with_larger_gradients import with_larger_gradients, without_limits
@@ -158,7 +158,7 @@ def _varied(
         checks, found = (checks, found) if again is None else ((*checks, again[0]), (*found, again[1]))
         return checks, found, (*notes, *_said(judged, other.layout, other.records)), used
     why = [f"{finding.message}: {finding.cause}" for finding in judged.findings[:1]]
-    why += [reason for _, reason in judged.reasons[:1]] if not why else []
+    why += [reason.text for reason in judged.reasons[:1]] if not why else []
     refuted = any(check.verdict is Verdict.REFUTED for check in judged.checks)
     words = "they do not work together: " if refuted else ""
     message = f"{message}. With other data on every rank {words}{'; '.join(why)}"
@@ -191,10 +191,10 @@ def _on_other_data(runner: ScriptRunner, name: str, double: bool, apart: Sequenc
 def _outcome(judged: Judged) -> tuple[tuple[Check, ...], tuple[Finding, ...]]:
     if judged.attempt is not None:
         return judged.checks, judged.findings
-    reasons = [reason for _, reason in judged.reasons]
-    reasons = sorted(dict.fromkeys(reasons), key=lambda text: not text.startswith(STARTS))
-    message = f"the script on one rank is no reference for the ranks: {'; '.join(reasons)}"
-    return _undecided(message, None, help=_STARTS if reasons[0].startswith(STARTS) else _CHECK_FILE)
+    reasons = sorted(judged.reasons, key=lambda reason: reason.mismatch != "unequal_starts")
+    texts = dict.fromkeys(reason.text for reason in reasons)
+    message = f"the script on one rank is no reference for the ranks: {'; '.join(texts)}"
+    return _undecided(message, None, help=_STARTS if reasons[0].mismatch == "unequal_starts" else _CHECK_FILE)
 
 
 def _run(runner: ScriptRunner, double: bool, notes: list[str]) -> tuple[tuple[ScriptRecord, ...], bool]:
@@ -308,10 +308,15 @@ def _said(judged: Judged, layout: Layout, records: Sequence[ScriptRecord]) -> li
     if judged.attempt is not None:
         notes.append(SAID[judged.attempt.way])
         notes += judged.attempt.notes
+        if unplaced := judged.attempt.filled.unplaced:
+            notes.append(
+                f"{few(unplaced)} cannot be found on one rank: what the script makes its gradients of shows in "
+                "parameters alone"
+            )
         pieces = [piece for record in judged.attempt.run.records for piece in record.pieces]
         by_value = sorted({piece.local for piece in pieces if piece.found == "value"})
         if by_value:
-            notes.append(f"which part a rank holds was found from the values at the start: {', '.join(by_value)}")
+            notes.append(f"which part a rank holds was found from the values at the start: {few(by_value)}")
     if not judged.passes and (unequal := _unequal_settings(records)) is not None:
         notes.append(unequal)
     if any(record.drew for record in records):

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed.pipelining.schedules as schedules
@@ -175,7 +175,7 @@ class ScriptWatch:
             self._losses += self._scalars(roots)
             if self._louder != 1:
                 with torch.enable_grad():
-                    tensors = tuple(root * self._louder if isinstance(root, Tensor) else root for root in roots)
+                    tensors = tuple(root * self._louder if _is_loss(root) else root for root in roots)
             with self._differentiating():
                 autograd(tensors, grad_tensors, *rest, **named)
             return None
@@ -188,6 +188,7 @@ class ScriptWatch:
             (schedules.PipelineScheduleSingle, "step", self._schedule(single)),
             (schedules.PipelineScheduleMulti, "step", self._schedule(several)),
             *self._clipping.changes(),
+            *self._mode.collectives(),
             (torch, "from_numpy", lambda array: exact_tensor(from_numpy(array)) if self._double else from_numpy(array)),
         ]
 
@@ -218,7 +219,7 @@ class ScriptWatch:
 
     def _scalars(self, roots: Iterable[Any]) -> list[Tensor]:
         """Return the losses among what a backward pass starts from, and note how coarsely they are rounded."""
-        losses = [root for root in roots if isinstance(root, Tensor) and root.numel() == 1]
+        losses = [root for root in roots if _is_loss(root)]
         self._loss_unit = max([self._loss_unit, *(torch.finfo(loss.dtype).eps for loss in losses)])
         return [scalar(loss) for loss in losses]
 
@@ -303,9 +304,8 @@ class ScriptWatch:
             if self._inside:  # of a backward pass, which has made these gradients
                 mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
                 self._share(self._feed, {n: p for n, p in self._state.parameters().items() if id(p) in mine}, {})
+        self._state.meet_filled(optimizer)
         self._gradients = self._state.gradients()
-        if any(True for _ in self._state.unknown()):
-            self.tell("an optimizer has tensors that no module holds and no backward pass reaches: not compared")
         watched = [self._watched(value) if callable(value) else value for value in args]
         return tuple(watched), {name: self._watched(v) if callable(v) else v for name, v in kwargs.items()}
 
@@ -351,3 +351,8 @@ class ScriptWatch:
                 self.tell(f"the script was stopped after {told} of its optimizer: `--steps` says how many are watched")
             self._save(self.record())
             raise Stopped
+
+
+def _is_loss(root: Any) -> TypeGuard[Tensor]:
+    """Return whether a backward pass starts here, and does not go on with a gradient that another stage has sent."""
+    return isinstance(root, Tensor) and root.numel() == 1

@@ -343,7 +343,7 @@ def _some_ranks(wrong: WrongTensor) -> str | None:
 
 
 def _partly(wrong: WrongTensor) -> str | None:
-    """Test whether the tensor is right outside of some rows or columns."""
+    """Test whether the tensor is right outside of some rows or columns. Those that are zero show nothing."""
     bad = torch.zeros(wrong.expected.shape, dtype=torch.bool)
     places = torch.arange(bad.numel()).reshape(bad.shape)
     for place in wrong.wrong:
@@ -352,11 +352,12 @@ def _partly(wrong: WrongTensor) -> str | None:
             return None
         off = (value - right).abs() > wrong.close * largest(wrong.expected)
         bad.view(-1)[wrong.cut(places, place)[off]] = True
+    seen = bad | (wrong.expected.reshape(bad.shape) != 0)
     for dim in range(bad.dim()):
         others = [d for d in range(bad.dim()) if d != dim]
-        lines = bad.any(others) if others else bad
+        lines, shown_in = (mask.any(others) if others else mask for mask in (bad, seen))
         count = int(lines.sum())
-        if 0 < count <= lines.numel() // 2:
+        if 0 < count <= int(shown_in.sum()) // 2:
             shown = ", ".join(map(str, lines.nonzero().flatten().tolist()[:SHOWN])) + (", ..." if count > SHOWN else "")
             return f"of {lines.numel()} indices of dim {dim} only {shown} are wrong"
     return None

@@ -12,6 +12,7 @@ from verify.self_test.external import data_parallel as dp
 from verify.self_test.external import megatron_style_layers as hand
 from verify.self_test.external.models import Gpt, Mlp, Moe, Sizes, Twice, adamw, supervised
 from verify.self_test.external.right_tensor_parallel_programs import SMALL, program
+from verify.self_test.external.sharded_data_parallel import FlatShards
 
 
 def _split() -> Iterator[ExternalProgram]:
@@ -55,6 +56,7 @@ def _divided() -> Iterator[ExternalProgram]:
     both: dict[str, Any] = {"mesh": (("dp", 2),), "data_axes": ("dp",)}
     step = dp.ReducedStep(dp.average_each)
     yield program("by hand owned state", Mlp, dp.HandWrittenReplicas(), 2, step, **both, optimizer=ds.owned_sgd)
+    yield program("by hand flat shards", Mlp, dp.HandWrittenReplicas(), 2, supervised, **both, optimizer=FlatShards())
     ddp = dp.Ddp(before=(hand.Megatron(),))
     axes: dict[str, Any] = {"mesh": (("dp", 2), ("tp", 2)), "data_axes": ("dp",)}
     yield program("ddp=2 hand tp=2 gpt", gpt, ddp, 0, supervised, **axes)

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import DeviceMesh
@@ -132,3 +133,65 @@ class SummedStep:
         loss = supervised(model, batch)
         (loss / self.parts).backward()
         return loss.detach()
+
+
+@dataclass(frozen=True)
+class FlatShards:
+    """A sharded optimizer by hand: AdamW over this rank's part of all parameters in one flat tensor; AdamW for the
+    plain model.
+
+    reduce  gradients over ranks
+    divide  their sum
+    gather  the parts that ranks have updated
+    """
+
+    reduce: bool = True
+    divide: bool = True
+    gather: bool = True
+
+    def __call__(self, model: Any) -> Any:
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            return FlatShard(list(model.parameters()), self)
+        return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+class FlatShard:
+    """The optimizer of one rank."""
+
+    def __init__(self, parameters: list[nn.Parameter], how: FlatShards) -> None:
+        self.parameters, self.how = parameters, how
+        self.ranks, self.count = dist.get_world_size(), sum(p.numel() for p in parameters)
+        self.size = -(-self.count // self.ranks)
+        self.shard = self.part(self.flat([p.detach() for p in parameters]))
+        self.inner = torch.optim.AdamW([self.shard], lr=1e-2)
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
+    def flat(self, tensors: list[Tensor]) -> Tensor:
+        """Lay tensors end to end, with zeros up to a size that all ranks divide."""
+        joined = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        return torch.cat([joined, joined.new_zeros(self.size * self.ranks - self.count)])
+
+    def part(self, flat: Tensor) -> Tensor:
+        """Return this rank's part."""
+        return flat[dist.get_rank() * self.size :][: self.size].clone()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Reduce gradients to parts, update this rank's, and gather all."""
+        gradients = self.flat([p.grad if p.grad is not None else torch.zeros_like(p) for p in self.parameters])
+        self.shard.grad = self.part(gradients)
+        if self.how.reduce:
+            dist.reduce_scatter_tensor(self.shard.grad, gradients)
+        self.shard.grad /= self.ranks if self.how.divide else 1
+        self.inner.step()
+        whole = torch.empty_like(gradients)
+        dist.all_gather_into_tensor(whole, self.shard)
+        parts = whole[: self.count].split([p.numel() for p in self.parameters])
+        for parameter, values in zip(self.parameters, parts, strict=True):
+            if self.how.gather:
+                parameter.copy_(values.view_as(parameter))

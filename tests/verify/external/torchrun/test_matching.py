@@ -185,7 +185,7 @@ def test_what_is_no_part_is_unmatched() -> None:
     reference = reference_of([record(0, start={"w": whole})], 1)
     own = [record(0, start={"w": whole[:2] + 9})]
     found = rank_records(own, Layout((0,)), reference)
-    assert unmatched(found, own) == "w on the ranks cannot be found in the parameters on one rank"
+    assert str(unmatched(found, own)) == "w on the ranks cannot be found in the parameters on one rank"
 
 
 def test_plain_copies_with_other_values_are_not_taken_for_the_whole() -> None:

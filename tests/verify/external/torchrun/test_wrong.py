@@ -44,6 +44,16 @@ from verify.results.verdict import Verdict
         pytest.param(
             "by_hand.py --owned --broken reduce", 2, "gradient_differs", "missing_reduction", marks=pytest.mark.long
         ),
+        ("sent_stages.py --broken half", 2, "gradient_differs", "scaled"),
+        pytest.param("sent_stages.py --broken norm", 4, "gradient_differs", "scaled", marks=pytest.mark.long),
+        pytest.param(
+            "sent_stages.py --limit 99 --broken norm", 2, "gradient_differs", "scaled", marks=pytest.mark.long
+        ),
+        ("zero.py --broken divide", 2, "gradient_differs", "scaled"),
+        pytest.param("zero.py --alone --broken divide", 3, "gradient_differs", "scaled", marks=pytest.mark.long),
+        pytest.param("zero.py --broken norm", 3, "gradient_differs", "scaled", marks=pytest.mark.long),
+        pytest.param("zero.py --alone --broken reduce", 2, "gradient_differs", "own_rows", marks=pytest.mark.long),
+        pytest.param("zero.py --alone --broken gather", 2, "parameter_differs", "not_updated", marks=pytest.mark.long),
         ("by_hand.py --broken norm", 2, "gradient_norm_differs", "differs"),
         ("flat_shards.py --broken clip", 2, "gradient_norm_differs", "missing_reduction"),
         pytest.param(
@@ -236,3 +246,10 @@ def test_a_reduction_that_equal_rows_hide_is_tried_on_others(command: str, ranks
     (finding,) = report.findings
     assert finding.code == "not_compared"
     assert "an averaging all_reduce over data is missing" in finding.message, told(report)
+
+
+@pytest.mark.long
+def test_copies_alone_that_change_show_no_training() -> None:
+    report = verified("zero.py --broken gather", 2)  # on one rank, too, the model keeps its values
+    assert report.verdict is Verdict.INCONCLUSIVE, told(report)
+    assert ["the optimizer changes no parameter" in finding.message for finding in report.findings] == [True]

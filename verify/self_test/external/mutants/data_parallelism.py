@@ -21,6 +21,7 @@ from verify.self_test.external import mutants_and_edits as e
 from verify.self_test.external.context_and_expert_parallel import owned_sgd
 from verify.self_test.external.models import supervised
 from verify.self_test.external.mutants_and_edits import ExternalMutant, row, same
+from verify.self_test.external.sharded_data_parallel import FlatShards
 
 OWN, ANY = "own_rows missing_reduction", "differs"
 
@@ -329,6 +330,12 @@ OPTIMIZERS = (
          e.program_choice(step=dp.ReducedStep(_to_owners))),
     row("optimizer", "by hand owned state", "gradients reach the rank after the owner", OWN,
         e.program_choice(step=dp.ReducedStep(partial(_to_owners, shift=1)))),
+    row("optimizer", "by hand flat shards", "the sum is not divided", "scaled",
+        e.program_choice(optimizer=FlatShards(divide=False))),
+    row("optimizer", "by hand flat shards", "each rank's own gradients", f"{OWN} {ANY}",
+        e.program_choice(optimizer=FlatShards(reduce=False))),
+    row("optimizer", "by hand flat shards", "updated parts are not gathered", "not_updated",
+        e.program_choice(optimizer=FlatShards(gather=False))),
     row("clipping", "by hand hooks", "not clipped", STATE, e.program_choice(clip=lambda made, limit: None)),
     row("clipping", "ddp=4 llama clipped", "another limit", STATE, e.program_choice(
         clip=lambda made, limit: nn.utils.clip_grad_norm_(made.parameters(), 2 * limit))),
