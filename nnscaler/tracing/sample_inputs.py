@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from nnscaler.errors import NnscalerError, SourceLocation
-from nnscaler.runtime.nested_values import items_of, leaves_of, map_kind, tensors_in, with_items
+from nnscaler.runtime.nested_values import items_of, leaves_of, map_kind, with_items
 from nnscaler.tracing.graph_builder import TensorName
 
 
@@ -96,8 +96,7 @@ class BatchConstants:
     def check(self, batch: Any) -> None:
         """Check that another batch has the same ones. Raises NnscalerError "batch_differs"."""
         if isinstance(batch, Mapping):
-            constants = {n: v for n, v in self.kwargs.items() if n in batch or not tensors_in(v)}
-            pairs = [(name, batch.get(name), value) for name, value in constants.items()]
+            pairs = [(name, batch[name], value) for name, value in self.kwargs.items() if name in batch]
         else:
             pairs = [(f"item {i}", *pair) for i, pair in enumerate(zip(batch, self.args, strict=False))]
         for name, given, known in pairs:

@@ -11,14 +11,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
+from functools import lru_cache
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch._library.effects import EffectType
 
+from nnscaler.layout import Sharded, parse_state
 from nnscaler.runtime.communication.communicator import Communicator, Shape
-from nnscaler.runtime.torch_compile import GraphNumbers
+from nnscaler.runtime.communication.sharded_parameter_gathers import ParameterReads, Read
+from nnscaler.runtime.torch_compile import GraphNumbers, place_in_graph
 
 communicators: GraphNumbers[Communicator] = GraphNumbers()
 
@@ -130,5 +133,77 @@ def _(index: int, pieces: list[Tensor], _: int, __: str, ranks: list[int], sizes
     return [pieces[0].new_empty(shape) for shape in arriving]
 
 
-for _operator in (_all_reduce, _all_gather, _reduce_scatter, _all_to_all):
+# Parameters that rest in shards and are gathered where the text reads them.
+
+numbered_reads: GraphNumbers[ParameterReads] = GraphNumbers()
+
+
+@torch.library.custom_op("nnscaler::whole_parameter", mutates_args=())
+def _whole_parameter(part: Tensor, at: list[int], ranks: list[int], cut: str, place: str) -> Tensor:
+    reads, read = _read(at, ranks, cut, place)
+    assert read.parameter.shape == part.shape
+    return reads.whole(read)
+
+
+@_whole_parameter.register_fake
+def _(part: Tensor, _: list[int], ranks: list[int], cut: str, __: str) -> Tensor:
+    dim = _cut(cut).dim
+    size = sum(_cut(cut).shape_at(part.shape, i)[dim] for i in range(len(ranks)))
+    return part.new_empty((*part.shape[:dim], size, *part.shape[dim + 1 :]))
+
+
+@torch.library.custom_op("nnscaler::give_gradient", mutates_args=())
+def _give_gradient(gradient: Tensor, at: list[int], ranks: list[int], cut: str, place: str) -> None:
+    reads, read = _read(at, ranks, cut, place)
+    reads.give(read, gradient.clone())  # it is on its way when the graph uses its memory again
+
+
+@_give_gradient.register_fake
+def _(_: Tensor, __: list[int], ___: list[int], ____: str, _____: str) -> None:
+    return None
+
+
+def _read(at: list[int], ranks: list[int], cut: str, place: str) -> tuple[ParameterReads, Read]:
+    """Return what gathers a parameter, and where it is read. `at`: the numbers of both, and the index of this rank."""
+    number, index, here = at
+    reads = numbered_reads[number]
+    return reads, Read(reads.parameter(index), tuple(ranks), here, _cut(cut), place or None)
+
+
+@lru_cache(maxsize=1024)
+def _cut(state: str) -> Sharded:
+    return cast(Sharded, parse_state(state))
+
+
+class _Whole(torch.autograd.Function):
+    """Gathers a parameter, and gives the gradient of the whole away: autograd sees none, it comes later."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, *how: Any) -> Tensor:
+        ctx.how = how
+        return cast(Tensor, torch.ops.nnscaler.whole_parameter(part, *how))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[None, ...]:
+        torch.ops.nnscaler.give_gradient(gradients[0], *ctx.how)
+        return (None,) * (1 + len(ctx.how))
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterInGraph:
+    """A parameter that a text which torch.compile reads gathers. `number`: of what gathers it; `index`: its own
+    there."""
+
+    part: Tensor
+    number: int
+    index: int
+
+    def whole(self, ranks: Sequence[int], here: int, cut: Sharded) -> Tensor:
+        """Return it gathered from `ranks`, of which this is the one of index `here`."""
+        return cast(
+            Tensor, _Whole.apply(self.part, [self.number, self.index, here], list(ranks), repr(cut), place_in_graph())
+        )
+
+
+for _operator in (_all_reduce, _all_gather, _reduce_scatter, _all_to_all, _whole_parameter, _give_gradient):
     _operator.register_effect(EffectType.ORDERED)

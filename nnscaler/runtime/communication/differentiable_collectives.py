@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nnscaler.layout import Partial, Sharded, State
-from nnscaler.runtime.communication.collectives_in_graphs import CollectivesInGraphs
+from nnscaler.runtime.communication.collectives_in_graphs import CollectivesInGraphs, ParameterInGraph
 from nnscaler.runtime.communication.communicator import Communicator, ProgramError, program_place
 from nnscaler.runtime.communication.sharded_parameter_gathers import ParameterReads, Read
 from nnscaler.runtime.communication.token_slice_cache import KeptRows
@@ -183,9 +183,13 @@ def keep_first(x: Tensor, axis: AxisGroup) -> Tensor:
     return _convert(x, axis, _first, _same)
 
 
-def all_gather(x: Tensor, axis: AxisGroup, dim: int, outer: int = 1, sections: Sizes = (), sizes: Sizes = ()) -> Tensor:
+def all_gather(
+    x: Tensor | ParameterInGraph, axis: AxisGroup, dim: int, outer: int = 1, sections: Sizes = (), sizes: Sizes = ()
+) -> Tensor:
     """Sharded -> Invariant: all_gather / slice."""
     cut = Sharded(dim, outer, sections, sizes)
+    if isinstance(x, ParameterInGraph):
+        return x.whole(axis.ranks, axis.index, cut)
     if isinstance(x, torch.nn.Parameter) and not x.requires_grad:
         return cast(Tensor, apart(_read_frozen, x, axis, cut))
     return _convert(x, axis, _gather(cut), _slice(cut))
@@ -198,10 +202,12 @@ def _read_frozen(x: torch.nn.Parameter, axis: AxisGroup, cut: Sharded) -> Tensor
 
 
 def all_gather_replicated(
-    x: Tensor, axis: AxisGroup, dim: int, outer: int = 1, sections: Sizes = (), sizes: Sizes = ()
+    x: Tensor | ParameterInGraph, axis: AxisGroup, dim: int, outer: int = 1, sections: Sizes = (), sizes: Sizes = ()
 ) -> Tensor:
     """Sharded -> Replicated: all_gather / reduce_scatter."""
     cut = Sharded(dim, outer, sections, sizes)
+    if isinstance(x, ParameterInGraph):
+        return x.whole(axis.ranks, axis.index, cut)
     if axis.reads is None or not isinstance(x, torch.nn.Parameter):
         return _convert(x, axis, _gather(cut), _sum_scatter(cut))
     return cast(Tensor, apart(_read_or_gather, x, axis, axis.reads, cut))

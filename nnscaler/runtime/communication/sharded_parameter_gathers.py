@@ -109,7 +109,7 @@ class ParameterReads:
     """The gathers of one rank's parameters, and the way back of their gradients."""
 
     communicator: Communicator
-    _known: set[Parameter] = field(default_factory=set)
+    _known: dict[Parameter, int] = field(default_factory=dict)  # with their numbers
     _orders: dict[Pass, list[Read]] = field(default_factory=dict)
     _order: list[Read] | None = None  # of the pass that runs, if it is known
     _ahead_bytes: dict[Pass, int] = field(default_factory=dict)  # that may be under way in a pass of known order
@@ -126,10 +126,18 @@ class ParameterReads:
 
     def know(self, parameters: Iterable[Parameter]) -> None:
         """Take part in the reads of these parameters from now on."""
-        self._known.update(parameters)
+        for parameter in parameters:
+            self._known.setdefault(parameter, len(self._known))
 
     def knows(self, tensor: Tensor) -> bool:
         return tensor in self._known if isinstance(tensor, Parameter) else False
+
+    def number_of(self, parameter: Parameter) -> int:
+        return self._known[parameter]
+
+    def parameter(self, number: int) -> Parameter:
+        """Return the parameter with a number."""
+        return next(known for known, other in self._known.items() if other == number)
 
     def gathers(self, which: Pass) -> bool:
         """Return whether a pass may gather parameters: all do for which none was ever run."""

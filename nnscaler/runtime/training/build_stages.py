@@ -29,7 +29,7 @@ from nnscaler.runtime.stage_base_class import (
 from nnscaler.runtime.torch_compile import apart, compiled, leave_in_python
 from nnscaler.runtime.training.autocast import dtype_named, dtype_of_run
 from nnscaler.runtime.training.gradients.accumulate_and_reduce import Gradients
-from nnscaler.runtime.training.gradients.gradients_in_graphs import compiled_with_gradients
+from nnscaler.runtime.training.gradients.parameters_in_graphs import compiled_with_parameters
 from nnscaler.runtime.training.parameters_at_rest import AtRest, divisions_of
 
 State = Mapping[str, Tensor]
@@ -223,7 +223,9 @@ def adopted(stages: Iterable[Stage], held: dict[Key, Held], given: Mapping[Key, 
     return tuple(found.values())
 
 
-def compile_each(stages: Iterable[Stage], communicator: Communicator, gradients: Gradients) -> None:
+def compile_each(
+    stages: Iterable[Stage], communicator: Communicator, gradients: Gradients, reads: ParameterReads
+) -> None:
     """Compile the forward of each stage, and with it its backward. Collectives, and gradients on their way, are in the
     graphs where they may be."""
     number = communicators.of(communicator)
@@ -231,9 +233,10 @@ def compile_each(stages: Iterable[Stage], communicator: Communicator, gradients:
     make = partial(compiled, constant=(dtype_of_run,), several=communicator.world_size > 1)
     for stage in stages:
         stage.graph_number = numbered_stages.of(stage)
-        for axis in () if _recomputes(stage) else stage.axes:
+        again = _recomputes(stage)
+        for axis in () if again else stage.axes:
             setattr(stage, axis, replace(getattr(stage, axis), number=number))
-        stage.forward = compiled_with_gradients(stage, gradients, make)
+        stage.forward = compiled_with_parameters(stage, gradients, None if again else reads, make)
 
 
 def _recomputes(stage: Stage) -> bool:

@@ -109,7 +109,7 @@ class RankExecutor:
         backwards = Counter(i.stage for i in self._step if i.kind != "F")
         self._gradients = Gradients(self.stages, self._resting, communicator, self.precision, reads, backwards)
         if settings.compiled and observe is None:
-            compile_each(self.stages.values(), communicator, self._gradients)
+            compile_each(self.stages.values(), communicator, self._gradients, reads)
         self._results = Results(self.stages, communicator, settings.returns, self.precision)
         self._mail = Mail(communicator, self.device)
         last = {} if self._updates else {i.stage: i for i in self._step if i.kind in "BW"}

@@ -10,7 +10,7 @@ graph, and has none for autograd. These operators are effects in an order, as co
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dis import get_instructions
 from typing import Any, cast
 
@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch._library.effects import EffectType
 
+from nnscaler.runtime.communication.collectives_in_graphs import ParameterInGraph, numbered_reads
+from nnscaler.runtime.communication.sharded_parameter_gathers import ParameterReads
 from nnscaler.runtime.stage_base_class import Stage, codes_of, numbered_stages
 from nnscaler.runtime.torch_compile import GraphNumbers
 from nnscaler.runtime.training.gradients.accumulate_and_reduce import Gradients
@@ -54,8 +56,11 @@ class _Handed(torch.autograd.Function):
         return None, None, None
 
 
-def compiled_with_gradients(stage: Stage, gradients: Gradients, make: Callable[[Forward], Forward]) -> Forward:
-    """Return a compiled forward of the stage, whose backward hands on gradients that move. `make`: compiles a forward.
+def compiled_with_parameters(
+    stage: Stage, gradients: Gradients, reads: ParameterReads | None, make: Callable[[Forward], Forward]
+) -> Forward:
+    """Return a compiled forward of the stage, whose backward hands on gradients that move. `make`: compiles a forward;
+    `reads`: gathers parameters inside of the graph, too.
 
     The text reads a copy of the stage, which has other tensors for these parameters. They are made where they are read:
     autograd goes back through what was made last first, and a gradient is to leave as soon as it is there. Those that
@@ -63,7 +68,7 @@ def compiled_with_gradients(stage: Stage, gradients: Gradients, make: Callable[[
     """
     once, gathered = _read_by_text(stage)
     moved = {name: index for name, index in gradients.moved(stage).items() if name not in gathered}
-    if not moved or stage.staleness is not None:
+    if stage.staleness is not None or not (moved or (gathered and reads)):
         return make(stage.forward)
     number = numbered_gradients.of(gradients)
     made: dict[str, Tensor] = {}  # in the forward that is traced
@@ -74,7 +79,14 @@ def compiled_with_gradients(stage: Stage, gradients: Gradients, make: Callable[[
     def reading(name: str) -> property:
         return property((lambda _: hand(name)) if name in once else lambda _: made[name])
 
-    kind: type[Stage] = type(type(stage).__name__, (type(stage),), {name: reading(name) for name in moved})
+    def gathering(name: str, number: int, index: int) -> property:
+        return property(lambda _: ParameterInGraph(getattr(stage, name), number, index))
+
+    properties = {name: reading(name) for name in moved}
+    if reads is not None:
+        known = {name: reads.number_of(getattr(stage, name)) for name in gathered}
+        properties |= {name: gathering(name, numbered_reads.of(reads), index) for name, index in known.items()}
+    kind: type[Stage] = type(type(stage).__name__, (type(stage),), properties)
     inside = kind(stage.rank, stage.context)
     stage.graph_number = numbered_stages.of(inside)
 
@@ -104,12 +116,17 @@ def _read_by_text(stage: Stage) -> tuple[set[str], set[str]]:
     reads: Counter[str] = Counter()
     gathered = set()
     for depth, code in enumerate(codes_of(stage)):
-        gathers = False
+        gathers: Mapping[str, object] = {}  # the parameters that the call before would gather
         for instruction in get_instructions(code):
             value = instruction.argval
             if instruction.opname == "LOAD_ATTR" and value in stage.parameters:
                 reads[value] += 1 + (depth > 0 and bool(stage.time_axes))
-                if gathers:
-                    gathered.add(value)
-            gathers = value == "all_gather_replicated" or (gathers and value in ("self", None))
+            if instruction.opname == "LOAD_ATTR" and value in gathers:
+                gathered.add(value)
+            if value == "all_gather_replicated":
+                gathers = stage.parameters
+            elif value == "all_gather":
+                gathers = stage.frozen
+            elif value not in ("self", None):
+                gathers = {}
     return {name for name, times in reads.items() if times == 1}, gathered
