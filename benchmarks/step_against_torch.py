@@ -94,6 +94,9 @@ ROWS = {
     "dp-compiled": Row("dp=N", "torch.compile of it", partial(peers.ddp, compiled=True), memory=None, compiled=True),
     "zero1": Row("dp=N,zero=1", "DDP and ZeroRedundancyOptimizer", peers.zero_redundancy, time=None, memory=None),
     "zero3": Row("dp=N,zero=3", "fully_shard", peers.sharded),
+    "zero3-compiled": Row(
+        "dp=N,zero=3", "fully_shard, compiled", partial(peers.sharded, compiled=True), memory=None, compiled=True
+    ),
     "zero2": Row(
         "dp=N,zero=2", "fully_shard, not resharded after forward", partial(peers.sharded, keep=True), (2, 4), None, None
     ),

@@ -144,9 +144,12 @@ def zero_redundancy(model: GPT) -> Step:
     return _step(wrapped, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=RATE, fused=True))
 
 
-def sharded(model: GPT, keep: bool = False) -> Step:
-    """`keep`: what forward has gathered is kept for backward, where it would be gathered once more."""
+def sharded(model: GPT, keep: bool = False, compiled: bool = False) -> Step:
+    """`keep`: what forward has gathered is kept for backward, where it would be gathered once more. `compiled`: blocks
+    are, one by one, as torchtitan does."""
     for block in model.blocks:
+        if compiled:
+            block.compile()
         fully_shard(block, reshard_after_forward=not keep)
     fully_shard(model, reshard_after_forward=not keep)
     return _step(model, adamw(model.parameters()))
