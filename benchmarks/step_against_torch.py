@@ -91,7 +91,9 @@ ROWS = {
     "one": Row("dp=1", "eager", peers.eager, (1,), 1.02),
     "one-compiled": Row("dp=1", "torch.compile", peers.compiled, (1,), 1.02, None, compiled=True),
     "dp": Row("dp=N", "DistributedDataParallel", peers.ddp),
-    "dp-compiled": Row("dp=N", "torch.compile of it", partial(peers.ddp, compiled=True), memory=None, compiled=True),
+    "dp-compiled": Row(
+        "dp=N", "torch.compile of it", partial(peers.ddp, compiled=True), (2, 4), 1.02, None, compiled=True
+    ),
     "zero1": Row("dp=N,zero=1", "DDP and ZeroRedundancyOptimizer", peers.zero_redundancy, time=None, memory=None),
     "zero3": Row("dp=N,zero=3", "fully_shard", peers.sharded),
     "zero3-compiled": Row(

@@ -224,6 +224,8 @@ class Gradients:
         """Take what a backward that runs has made for a leaf, as from autograd; its memory is used again afterwards."""
         one = self._moved[number]
         leaf, before = one.leaf, one.leaf.grad
+        if before is None and self._placed_whole(one, gradient):
+            return
         leaf.grad = gradient if before is None else before.add_(gradient)
         self._made(one, leaf)
         if leaf.grad is not None and leaf.grad.data_ptr() == gradient.data_ptr():
@@ -233,13 +235,8 @@ class Gradients:
         """Autograd has added to the gradient of a leaf: all that this backward has for it."""
         if self._reads is not None and self._reads.awaits(one.leaf):
             return
-        if self._is_all_of(one) and leaf.grad is not None:  # as below, in fewer steps: most leaves come here
-            bucket, position = self._place[one]
-            bucket.place(position).copy_(leaf.grad)
+        if leaf.grad is not None and self._placed_whole(one, leaf.grad):  # as below, in fewer steps: most come here
             leaf.grad = None
-            self._added.add(one)
-            self._complete.add(one)
-            self._departures.filled(bucket)
             return
         self._add(one)
         if self._running is None or (leaf.grad is None and one not in self._added and one not in self._apart):
@@ -253,16 +250,20 @@ class Gradients:
         elif last and (len(one.stages) == 1 or one.stages <= {*self._ended, stage}):
             self._completed(one)
 
-    def _is_all_of(self, one: WantedGradient) -> bool:
-        """Return whether the backward that runs makes the whole gradient, and it needs nothing but its place."""
+    def _placed_whole(self, one: WantedGradient, gradient: Tensor) -> bool:
+        """Put a gradient in its place where the backward that runs makes the whole of it, and it needs nothing more.
+        Return whether it was."""
         running = self._running
-        return (
-            running is not None
-            and running[2]
-            and one in self._only_placed
-            and running[0] in one.stages
-            and one not in self._added
-        )
+        if running is None or not running[2] or one not in self._only_placed:
+            return False
+        if running[0] not in one.stages or one in self._added:
+            return False
+        bucket, position = self._place[one]
+        bucket.place(position).copy_(gradient)
+        self._added.add(one)
+        self._complete.add(one)
+        self._departures.filled(bucket)
+        return True
 
     def _add(self, one: WantedGradient) -> None:
         """Bring what lies in `.grad` of a leaf to where it is added up."""
