@@ -30,7 +30,7 @@ from nnscaler.runtime.training.saving.checkpoint import SAVING, RunRecord, begin
 from nnscaler.runtime.training.saving.dcp import Folder, whole, write_part
 from nnscaler.runtime.training.saving.rank_tensors import StoredTensor
 from nnscaler.training.engine import Engine
-from nnscaler.training.program_runner import EngineSettings
+from nnscaler.training.program_on_rank import EngineSettings
 from nnscaler.training.saving.checkpoints import Checkpoints
 
 WIDTH = 1024

@@ -26,7 +26,7 @@ from types import ModuleType
 
 import torch
 
-from nnscaler.codegen.program import Program
+from nnscaler.codegen.compiled_program import Program
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.tracing import Traced, trace
 from verify.programs.proof import ProofOptions, prove_program

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 import nnscaler
-from nnscaler.codegen.program import Program
+from nnscaler.codegen.compiled_program import Program
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.program.load_python import load_user_module
 from nnscaler.training.engine import Engine, EngineSettings

@@ -9,7 +9,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from op_registry.register import register_op
 
-    from nnscaler.codegen.program import Program
+    from nnscaler.codegen.compiled_program import Program
     from nnscaler.compile import parallelize
     from nnscaler.errors import NnscalerError
     from nnscaler.ir.precision import Precision
@@ -50,7 +50,7 @@ _HOMES = {
     "NnscalerError": "nnscaler.errors",
     "Plan": "nnscaler.transform.plan",
     "Precision": "nnscaler.ir.precision",
-    "Program": "nnscaler.codegen.program",
+    "Program": "nnscaler.codegen.compiled_program",
     "Trainer": "nnscaler.training.trainer",
     "export_weights": "nnscaler.training.saving.export",
     "load_weights": "nnscaler.training.saving.weights",

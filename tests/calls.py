@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema
 import torch
 
-from nnscaler.codegen.program import Program
+from nnscaler.codegen.compiled_program import Program
 from nnscaler.communication.communication_volume import StepCommunication, step_communication
 from nnscaler.communication.insert_conversions import materialise
 from nnscaler.compile import WantedPlan, compile_traced

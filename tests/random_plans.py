@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from nnscaler.codegen.program import Program
+from nnscaler.codegen.compiled_program import Program
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.errors import NnscalerError
 from nnscaler.instructions import Instruction, Kind, waits_of

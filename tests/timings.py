@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import nnscaler
 from nnscaler import communication_buckets
-from nnscaler.codegen.program import Program
+from nnscaler.codegen.compiled_program import Program
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.training.engine import Engine, EngineSettings
 

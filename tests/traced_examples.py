@@ -6,7 +6,7 @@ from functools import cache
 from math import prod
 from pathlib import Path
 
-from nnscaler.codegen.program import Program
+from nnscaler.codegen.compiled_program import Program
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.model_file import ModelFile, load_model_file
 from nnscaler.tracing import Traced, trace

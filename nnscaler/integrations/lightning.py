@@ -29,7 +29,6 @@ from torch.optim import Optimizer
 from nnscaler.compile import parallelize
 from nnscaler.errors import NnscalerError
 from nnscaler.integrations.lightning_checks import Fixed, Switches, check_module, with_tensors_of
-from nnscaler.integrations.lightning_metrics import Metrics, MetricValue
 from nnscaler.integrations.lightning_steps import (
     LOGGED,
     LOSS,
@@ -41,6 +40,7 @@ from nnscaler.integrations.lightning_steps import (
     TracedStep,
     beside_tensors,
 )
+from nnscaler.integrations.lightning_torchmetrics import Metrics, MetricValue
 from nnscaler.planning.parse_axes import parse_spec
 from nnscaler.runtime.communication.join_process_group import ProcessPlace
 from nnscaler.runtime.training.cut_batch import DataPart

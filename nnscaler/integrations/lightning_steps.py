@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from nnscaler.errors import NnscalerError
-from nnscaler.integrations.lightning_metrics import MetricCall, MetricValue, metrics_recorded
+from nnscaler.integrations.lightning_torchmetrics import MetricCall, MetricValue, metrics_recorded
 
 LOSS, LOGGED, MEASURED, REST = "loss", "logged", "measured", "rest"
 WEIGHT = "batch_size of "  # before the name under which a step logs with a batch size that is a tensor

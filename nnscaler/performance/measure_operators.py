@@ -19,7 +19,7 @@ from nnscaler.ir.graph import Operation
 from nnscaler.ir.operation_annotations import signatures
 from nnscaler.performance.measure_step_overheads import Listener, Steps, Workplace, time_steps, with_overheads
 from nnscaler.planning.cluster.detect_this_machine import found_cluster
-from nnscaler.planning.cost.build_profile import collective_calls, measure
+from nnscaler.planning.cost.build_machine_profile import collective_calls, measure
 from nnscaler.planning.cost.calls_to_measure import ShardCall
 from nnscaler.planning.cost.measured_profile import CollectiveEntry, Profile
 from nnscaler.runtime.jobs.job import JobSpecification

@@ -22,7 +22,7 @@ from nnscaler.ir.operation_annotations import signatures
 from nnscaler.performance.predict_step_time import Programmed, programmed
 from nnscaler.planning.cluster.detect_this_machine import available_cores, found_cluster
 from nnscaler.planning.cost.analytic import AnalyticCost
-from nnscaler.planning.cost.build_profile import crowded
+from nnscaler.planning.cost.build_machine_profile import crowded
 from nnscaler.planning.cost.measured_profile import Profile
 from nnscaler.planning.cost.model_protocol import CostModel, Overheads
 from nnscaler.planning.cost.profile_cost import TableCost

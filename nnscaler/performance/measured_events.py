@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from nnscaler.codegen.program import Program
+from nnscaler.codegen.compiled_program import Program
 from nnscaler.communication.communicated_graph import CommunicatedGraph
 from nnscaler.errors import NnscalerError
 from nnscaler.instructions import read_instruction

@@ -16,7 +16,7 @@ from torch import nn
 
 from op_registry.registry import default_registry
 
-from nnscaler.codegen.program import Program
+from nnscaler.codegen.compiled_program import Program
 from nnscaler.compile import parallelize
 from nnscaler.error_text import in_one_line
 from nnscaler.errors import NnscalerError, SourceLocation

@@ -10,7 +10,7 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from nnscaler.codegen.program import Origin, Program, modes_of
+from nnscaler.codegen.compiled_program import Origin, Program, modes_of
 from nnscaler.error_text import in_one_line
 from nnscaler.errors import NnscalerError
 from nnscaler.tracing.sample_inputs import flatten_inputs

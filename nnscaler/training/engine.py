@@ -24,7 +24,7 @@ from torch import Tensor
 
 from op_registry.annotation.splits import balanced
 
-from nnscaler.codegen.program import Program
+from nnscaler.codegen.compiled_program import Program
 from nnscaler.errors import NnscalerError
 from nnscaler.manifest import Manifest
 from nnscaler.runtime.communication.communicator import Communicator
@@ -39,7 +39,7 @@ from nnscaler.runtime.training.saving.rank_tensors import StoredTensor, held_by_
 from nnscaler.runtime.training.saving.shards_as_boxes import gathered_state
 from nnscaler.tracing.sample_inputs import named_tensors
 from nnscaler.training.check_replicas import check_replicas, check_same_model, check_same_stream
-from nnscaler.training.program_runner import (
+from nnscaler.training.program_on_rank import (
     EngineSettings,
     Running,
     check_alike,

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from nnscaler.codegen.program import Program, modes_of
+from nnscaler.codegen.compiled_program import Program, modes_of
 from nnscaler.compile import for_batch
 from nnscaler.errors import NnscalerError
 from nnscaler.manifest import Manifest

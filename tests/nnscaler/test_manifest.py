@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from nnscaler.codegen.program import Program
+from nnscaler.codegen.compiled_program import Program
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.manifest import MANIFEST, Manifest, ManifestError, NoManifest, read_manifest
 from nnscaler.records_as_json import RecordError, decode, encode

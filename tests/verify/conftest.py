@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import nnscaler
-from nnscaler.codegen.program import Program
+from nnscaler.codegen.compiled_program import Program
 
 WORDS, WIDTH, HIDDEN, TOKENS, BATCH = 36, 8, 24, 5, 12
 

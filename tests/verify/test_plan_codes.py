@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nnscaler.codegen.program import Program
+from nnscaler.codegen.compiled_program import Program
 from verify.programs.checks import losses
 from verify.programs.checks.compare_gradients_and_state import check_coverage
 from verify.programs.checks.input_and_outcome import Comparison

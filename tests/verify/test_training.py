@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import nnscaler
-from nnscaler.codegen.program import Program
+from nnscaler.codegen.compiled_program import Program
 from nnscaler.runtime import ExecutorSettings, ProgramError, RankExecutor, Simulator
 from nnscaler.runtime.program.program_directory import ProgramDirectory, read_program
 from nnscaler.runtime.training.saving import checkpoint

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nnscaler.codegen.program import Program
+from nnscaler.codegen.compiled_program import Program
 from nnscaler.errors import NnscalerError
 from verify.programs.typing.check import check_program
 

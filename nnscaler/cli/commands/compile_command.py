@@ -20,7 +20,7 @@ from nnscaler.plan_source import CompileRequest
 
 if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console
-    from nnscaler.codegen.program import Program
+    from nnscaler.codegen.compiled_program import Program
 
 NAME = "compile"
 HELP = "write the program that every rank runs"

@@ -21,7 +21,7 @@ from nnscaler.is_user_file import OURS
 
 if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console
-    from nnscaler.codegen.program import Program
+    from nnscaler.codegen.compiled_program import Program
     from nnscaler.training.settings import TrainSettings
     from nnscaler.training.trainer import Result, Trainer
 

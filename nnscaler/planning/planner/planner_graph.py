@@ -18,7 +18,12 @@ from nnscaler.planning.parallel_configurations import Configuration, configurati
 from nnscaler.planning.planner.bounds.pipeline import Layered
 from nnscaler.planning.planner.bounds.rough import Least, Rough
 from nnscaler.planning.planner.equal_layer_chain import Chain, find_chain, shown
-from nnscaler.planning.planner.layers import ParametersByLayer, Repeated, halves_of_items, items_of_operations
+from nnscaler.planning.planner.layer_items_and_parameters import (
+    ParametersByLayer,
+    Repeated,
+    halves_of_items,
+    items_of_operations,
+)
 from nnscaler.planning.sharding.build_problem import LayerWindow, Weights, pose
 from nnscaler.planning.sharding.cost_tables import TableBuilder, Tables
 from nnscaler.planning.sharding.parameter_and_activation_memory import OPTIMIZER_BYTES, Kept, kept_by, read_back

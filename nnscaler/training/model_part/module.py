@@ -23,7 +23,7 @@ from nnscaler.runtime.output_structure import restore
 from nnscaler.training.engine import Engine, connected
 from nnscaler.training.model_part.engine import PartCall, PartEngine
 from nnscaler.training.model_part.program import compile_part
-from nnscaler.training.program_runner import EngineSettings
+from nnscaler.training.program_on_rank import EngineSettings
 
 _Self = TypeVar("_Self", bound=nn.Module)
 

@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from nnscaler.codegen.program import Origin
+from nnscaler.codegen.compiled_program import Origin
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.text import print_graph
 from nnscaler.runtime.communication.communicator import Communicator

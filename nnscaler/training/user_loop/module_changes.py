@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from nnscaler.codegen.program import Program
+from nnscaler.codegen.compiled_program import Program
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.stage_base_class import INPUT_GRADIENT
 from nnscaler.training.user_loop.names_read_by_forward import names_read_by_forward

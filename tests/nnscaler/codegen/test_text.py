@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import nnscaler
-from nnscaler.codegen.program import Program
+from nnscaler.codegen.compiled_program import Program
 from nnscaler.runtime.program.load_python import load_user_module
 from nnscaler.transform.plan import Plan, RecomputeStep, ReplicateStep, SplitStep
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nnscaler.codegen.program import Program
+from nnscaler.codegen.compiled_program import Program
 from nnscaler.communication.communicated_graph import StageProgram
 from nnscaler.communication.insert_conversions import materialise
 from nnscaler.communication.stage_memory_and_work import kept_bytes, piece_bytes

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from nnscaler.errors import NnscalerError
 from nnscaler.integrations.lightning import NnscalerStrategy
 from nnscaler.integrations.lightning_checks import Fixed, Switches, check_module
-from nnscaler.integrations.lightning_metrics import Metrics, metrics_recorded
 from nnscaler.integrations.lightning_steps import StepModule
+from nnscaler.integrations.lightning_torchmetrics import Metrics, metrics_recorded
 
 TOLERANCE = 1e-12
 

@@ -14,7 +14,7 @@ from nnscaler.performance.measure_step_overheads import SavedProgram, SharedStep
 from nnscaler.performance.pass_work_and_calls import Pieces
 from nnscaler.performance.predict_step_time import Prediction, Programmed, programmed
 from nnscaler.planning.cluster.description import Cluster, Device, Level
-from nnscaler.planning.cost.build_profile import crowded
+from nnscaler.planning.cost.build_machine_profile import crowded
 from nnscaler.planning.cost.measured_profile import Calibration, Calibrations, Profile
 from nnscaler.planning.cost.model_protocol import Overheads
 from nnscaler.planning.cost.profile_cost import TableCost

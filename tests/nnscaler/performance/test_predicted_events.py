@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from nnscaler.codegen.program import Program
+from nnscaler.codegen.compiled_program import Program
 from nnscaler.communication.communication_volume import step_communication
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.errors import NnscalerError

@@ -13,7 +13,7 @@ import nnscaler
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.training.engine import Engine
-from nnscaler.training.program_runner import EngineSettings
+from nnscaler.training.program_on_rank import EngineSettings
 
 
 class Gaussian(nn.Module):

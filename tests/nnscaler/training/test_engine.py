@@ -16,13 +16,13 @@ from torch.utils.data import IterableDataset
 
 import nnscaler
 import verify
-from nnscaler.codegen.program import Program
+from nnscaler.codegen.compiled_program import Program
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.training.cut_batch import DataPart
 from nnscaler.tracing.float64_run import convert_floats
 from nnscaler.training.engine import Engine
-from nnscaler.training.program_runner import EngineSettings
+from nnscaler.training.program_on_rank import EngineSettings
 from tests.sampling import every
 
 FLOAT64 = EngineSettings(dtype="float64", device="cpu")

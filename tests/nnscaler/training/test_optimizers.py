@@ -24,7 +24,7 @@ from nnscaler.runtime.program.load_python import load_user_module
 from nnscaler.runtime.training.saving.rank_tensors import StoredTensor
 from nnscaler.training.engine import Engine
 from nnscaler.training.functional_optimizer import make_update, optimizer_name, own_numbers, state_bytes, steps_beyond
-from nnscaler.training.program_runner import EngineSettings
+from nnscaler.training.program_on_rank import EngineSettings
 from nnscaler.training.splittable_optimizers import (
     check_update,
     parameter_groups,

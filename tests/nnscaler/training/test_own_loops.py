@@ -23,7 +23,7 @@ from nnscaler.training.engine import Engine
 from nnscaler.training.model_part.engine import PartEngine
 from nnscaler.training.model_part.module import Part
 from nnscaler.training.model_part.program import compile_part
-from nnscaler.training.program_runner import EngineSettings
+from nnscaler.training.program_on_rank import EngineSettings
 from nnscaler.transform.plan import AssignStep, Plan
 
 FLOAT64 = EngineSettings(dtype="float64", device="cpu")

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 import nnscaler
 import verify
 from nnscaler.cli.main import main
-from nnscaler.codegen.program import Program
+from nnscaler.codegen.compiled_program import Program
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.training.engine import Engine
-from nnscaler.training.program_runner import EngineSettings
+from nnscaler.training.program_on_rank import EngineSettings
 from nnscaler.training.saving.checkpoints import Checkpoints
 from tests.sampling import every
 

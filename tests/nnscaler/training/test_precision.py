@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import nnscaler
-from nnscaler.codegen.program import Program
+from nnscaler.codegen.compiled_program import Program
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.shards import shard
 from nnscaler.training.engine import Engine
-from nnscaler.training.program_runner import EngineSettings
+from nnscaler.training.program_on_rank import EngineSettings
 from nnscaler.training.scaler import LossScaler
 
 HERE = EngineSettings(device="cpu")

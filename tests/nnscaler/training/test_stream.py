@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 import nnscaler
-from nnscaler.codegen.program import Program
+from nnscaler.codegen.compiled_program import Program
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime import ProgramError
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.training.engine import Engine
-from nnscaler.training.program_runner import EngineSettings
+from nnscaler.training.program_on_rank import EngineSettings
 from verify.self_test.programs.tiny_models import ROWS, WIDTH, Chain, Normed, Tied, pairs, rows, text
 
 RATE, BATCHES = 0.5, 9

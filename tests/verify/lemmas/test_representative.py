@@ -12,8 +12,8 @@ from op_registry.call import TensorArgument
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Split
 from tests.verify.lemmas.planted import called, floats, integers, proved, stated, users
-from verify.programs.lemmas.make_call_tensors import Unrepresented
 from verify.programs.lemmas.small_call import LARGEST, represent
+from verify.programs.lemmas.stand_in_calls_and_tensors import Unrepresented
 from verify.results.verdict import Verdict
 
 LINEAR = "aten.linear.default"

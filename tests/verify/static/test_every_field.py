@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import nnscaler
-from nnscaler.codegen.program import Program
+from nnscaler.codegen.compiled_program import Program
 from nnscaler.ir.precision import Precision
 from nnscaler.manifest import Manifest, read_manifest
 from nnscaler.runtime import stage_base_class

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from nnscaler.codegen.program import Program
+from nnscaler.codegen.compiled_program import Program
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.operation_annotations import signatures

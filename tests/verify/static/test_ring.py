@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nnscaler.codegen.program import Program
+from nnscaler.codegen.compiled_program import Program
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.ir.operation_annotations import signatures
 from nnscaler.planning.parse_axes import parse_axes

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nnscaler.codegen.program import Program
+from nnscaler.codegen.compiled_program import Program
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.ir.operation_annotations import signatures
 from nnscaler.runtime.program.load_python import load_user_module

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import nnscaler
-from nnscaler.codegen.program import Program
+from nnscaler.codegen.compiled_program import Program
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.legal_layout import explain_illegal

@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 
-from nnscaler.codegen.program import Program
+from nnscaler.codegen.compiled_program import Program
 from tests.sampling import only
 from tests.traced_examples import compiled
 from tests.verify.static.mutants import equivalent, mutants

@@ -23,8 +23,8 @@ from op_registry.spec import Refusal
 from nnscaler.ir.derive_operand_layouts import explain_illegal_choice, shards_of
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Split
-from verify.evidence.dimension_types.generalise_localize_hooks import NoProof, content, followed_in, leaves, resolved
 from verify.evidence.dimension_types.symbolic_call import resized
+from verify.evidence.dimension_types.whole_call_of_localize_hook import NoProof, content, followed_in, leaves, resolved
 from verify.evidence.smt.smaller_calls import same_kind
 from verify.evidence.split_case import uneven_sizes
 

@@ -28,7 +28,6 @@ from nnscaler.layout import Invariant, Partial, Replicated, Sharded, gradient_st
 from nnscaler.layout import State as Layout
 from verify.evidence.dimension_types.check_localize_hooks import asked_otherwise
 from verify.evidence.dimension_types.check_size_guards import equals, granted
-from verify.evidence.dimension_types.generalise_localize_hooks import NoProof, whole_call
 from verify.evidence.dimension_types.interpret import interpret
 from verify.evidence.dimension_types.states import (
     PARTIAL_MAX,
@@ -52,6 +51,7 @@ from verify.evidence.dimension_types.states import (
 )
 from verify.evidence.dimension_types.symbolic_call import SymbolicCall, make_symbolic
 from verify.evidence.dimension_types.trace import Trace, record, simplified
+from verify.evidence.dimension_types.whole_call_of_localize_hook import NoProof, whole_call
 from verify.evidence.inputs.concrete_call import ConcreteCall, function_of
 from verify.evidence.operator_trace import quiet
 from verify.results.verdict import Condition

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nnscaler.runtime.tensor_bits import same_values
 from verify.external.parameter_mapping import Addresses, Lookup, StateMap, run_of
-from verify.external.torchrun.records import HeldInScript, ScriptRecord
+from verify.external.torchrun.watched_script_record import HeldInScript, ScriptRecord
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from torch.optim.optimizer import Optimizer
 
 from verify.external.parameter_mapping import local_value
 from verify.external.torchrun.find_and_replace_data import close, settings_of
-from verify.external.torchrun.records import Events, Settings, Tensors, Unmatched
+from verify.external.torchrun.watched_script_record import Events, Settings, Tensors, Unmatched
 
 Way = Literal["own", "whole", "turns", "part"]
 _MIXED = ", although there are as many, and other data or single rows are"

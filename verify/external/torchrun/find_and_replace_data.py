@@ -18,7 +18,7 @@ from nnscaler.runtime.tensor_difference import FLOAT64_BOUND, difference, is_who
 from nnscaler.tracing.float64_run import without_drop
 from verify.external.parameter_mapping import local_value
 from verify.external.torchrun.cuda_on_cpu import Tell, without_gpu
-from verify.external.torchrun.records import Settings, Tensors
+from verify.external.torchrun.watched_script_record import Settings, Tensors
 from verify.external.unequal_label_counts import ignore_some
 
 Take = Callable[[str, Tensors], Tensors]  # kind of event, and what came in -> what is to be used

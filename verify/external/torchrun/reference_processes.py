@@ -11,7 +11,7 @@ from pathlib import Path
 
 from nnscaler.error_text import in_one_line
 from verify.external.torchrun.feed_data_of_all_ranks import Way
-from verify.external.torchrun.records import Mismatch, Unmatched
+from verify.external.torchrun.watched_script_record import Mismatch, Unmatched
 from verify.processes.pool import Died, Done, Event, Note, Task, run_forked
 
 

@@ -17,9 +17,9 @@ from verify.external.ranks.run import run_ranks
 from verify.external.ranks.torch_private import FileStore, bare_gloo
 from verify.external.ranks.unwaited_async_calls import note_of_forgotten
 from verify.external.torchrun.feed_data_of_all_ranks import Material, RanksFeed, Way
-from verify.external.torchrun.records import ScriptRecord, Start
 from verify.external.torchrun.reference_processes import NotMatched, redirect, run_apart
 from verify.external.torchrun.run_watched_script import run_script
+from verify.external.torchrun.watched_script_record import ScriptRecord, Start
 
 
 @dataclass(frozen=True)

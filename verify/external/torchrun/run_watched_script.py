@@ -19,8 +19,8 @@ from verify.external.ranks.dtensor_attention import register_attention
 from verify.external.ranks.torch_private import FileStore
 from verify.external.torchrun.cuda_on_cpu import cpu_changes, replaced
 from verify.external.torchrun.feed_data_of_all_ranks import RanksFeed
-from verify.external.torchrun.records import ScriptRecord, Start, Stopped
 from verify.external.torchrun.watch import ScriptWatch
+from verify.external.torchrun.watched_script_record import ScriptRecord, Start, Stopped
 from verify.programs.low_precision.reassociation_mode import Reassociated
 
 

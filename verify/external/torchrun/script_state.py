@@ -33,7 +33,7 @@ from verify.external.parameter_mapping import (
     local_value,
 )
 from verify.external.ranks.torch_private import flat_shards
-from verify.external.torchrun.records import HeldInScript
+from verify.external.torchrun.watched_script_record import HeldInScript
 from verify.programs.reference.eager import Kind
 
 

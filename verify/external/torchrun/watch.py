@@ -27,9 +27,9 @@ from verify.external.observe_rank_run import changed, local_gradient, note_on_ho
 from verify.external.torchrun.cuda_on_cpu import left_as_filled, replaced
 from verify.external.torchrun.feed_data_of_all_ranks import RanksFeed
 from verify.external.torchrun.find_and_replace_data import ScriptMode, exchanged, settings_of, thinned, varied
-from verify.external.torchrun.records import ScriptRecord, SeenStep, Start, Stopped, Tensors, Unmatched
 from verify.external.torchrun.script_state import ScriptState
 from verify.external.torchrun.watch_clipping import ClippingWatch, scalar
+from verify.external.torchrun.watched_script_record import ScriptRecord, SeenStep, Start, Stopped, Tensors, Unmatched
 
 _ADDED = (
     "a schedule adds up the gradients of its micro-batches (`scale_grads=False`), on one rank too: that they are those "

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from verify.external.parameter_mapping import local_value
-from verify.external.torchrun.records import Clipped
+from verify.external.torchrun.watched_script_record import Clipped
 
 
 class ClippingWatch:

@@ -15,9 +15,9 @@ from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice, Split
 from verify.programs.lemmas.check_claims import Evidence, test_choices
 from verify.programs.lemmas.claims_of_obligations import Claim, RunsWhole, claims_of
-from verify.programs.lemmas.make_call_tensors import Unrepresented
 from verify.programs.lemmas.result import Lemma
 from verify.programs.lemmas.small_call import Representative, call_of_sizes
+from verify.programs.lemmas.stand_in_calls_and_tensors import Unrepresented
 from verify.programs.typing import Obligation
 from verify.results.verdict import Condition, Verdict
 

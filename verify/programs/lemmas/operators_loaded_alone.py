@@ -33,8 +33,8 @@ from verify.evidence.verify_op_options import Kind
 from verify.processes import subprocess_isolation
 from verify.processes.pool import Died, TimedOut
 from verify.programs.checks.input_and_outcome import CheckOutcome, outcome_of
-from verify.programs.lemmas.make_call_tensors import Unrepresented
 from verify.programs.lemmas.small_call import represent
+from verify.programs.lemmas.stand_in_calls_and_tensors import Unrepresented
 from verify.results.finding import Finding
 from verify.results.report import Check
 from verify.results.verdict import Verdict

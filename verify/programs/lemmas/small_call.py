@@ -34,7 +34,7 @@ from verify.evidence.oracle.find_runnable_inputs import in_domain
 from verify.evidence.smt.smaller_calls import same_kind, variants
 from verify.evidence.split_case import Inputs
 from verify.evidence.verify_op_options import OpOptions
-from verify.programs.lemmas.make_call_tensors import (
+from verify.programs.lemmas.stand_in_calls_and_tensors import (
     Unrepresented,
     only_whole,
     plain,

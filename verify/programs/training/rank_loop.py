@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from nnscaler.codegen.program import Program
+from nnscaler.codegen.compiled_program import Program
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.tensor_bits import kept
 from nnscaler.training.engine import Engine
-from nnscaler.training.program_runner import EngineSettings
+from nnscaler.training.program_on_rank import EngineSettings
 from nnscaler.training.recompilation import SentProgram, SizeClass, Vouch
 from verify.evidence.oracle.size_checked_kernels import CheckedKernels
 from verify.programs.checks.logical_tensors import Layout

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nnscaler.codegen.program import Origin, Program
+from nnscaler.codegen.compiled_program import Origin, Program
 from nnscaler.compile import for_batch
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.jobs.job import JobSpecification

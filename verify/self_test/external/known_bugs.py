@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from verify.self_test.external import context_and_expert_parallel as ds
+from verify.self_test.external import edits_that_make_mutants as e
 from verify.self_test.external import megatron_style_layers as hand
-from verify.self_test.external import mutants_and_edits as e
+from verify.self_test.external.edits_that_make_mutants import ExternalMutant
 from verify.self_test.external.models import Moe, supervised
 from verify.self_test.external.mutants import fully_shard as sharded_mutants
 from verify.self_test.external.mutants import hand_written_parallelism as hand_mutants
-from verify.self_test.external.mutants_and_edits import ExternalMutant
 
 
 class EnteredEarly(ds.OwnExperts):

@@ -25,6 +25,7 @@ from verify.self_test.external import (
     right_sharded_programs,
     right_tensor_parallel_programs,
 )
+from verify.self_test.external.edits_that_make_mutants import ExternalMutant
 from verify.self_test.external.mutants import (
     data_parallelism,
     fully_shard,
@@ -33,7 +34,6 @@ from verify.self_test.external.mutants import (
     pipeline_parallelism,
     tensor_parallel_plans,
 )
-from verify.self_test.external.mutants_and_edits import ExternalMutant
 from verify.self_test.run_rows import Progress, closing_line, family_lines, run_groups
 
 _TABLES = (

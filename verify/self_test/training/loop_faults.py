@@ -13,7 +13,7 @@ from nnscaler.runtime.training import executor
 from nnscaler.runtime.training.saving.dcp import Folder, TensorShard
 from nnscaler.runtime.training.saving.rank_tensors import StoredTensor
 from nnscaler.training.engine import Engine
-from nnscaler.training.program_runner import Running
+from nnscaler.training.program_on_rank import Running
 from verify.programs.training import rank_loop
 from verify.programs.training.rank_loop import Loop
 from verify.programs.training.training_recipe import KNOWN, Batch, Course

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nnscaler.codegen.program import Program
+from nnscaler.codegen.compiled_program import Program
 from nnscaler.compile import parallelize
 from verify.programs.checks.input_and_outcome import CheckOutcome
 from verify.programs.execution.run_on_backend import Failure

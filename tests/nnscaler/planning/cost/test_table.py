@@ -14,7 +14,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.planning.cluster.description import Cluster, Level
 from nnscaler.planning.cost.analytic import EFFICIENCY, AnalyticCost
-from nnscaler.planning.cost.build_profile import collective_calls, crowded
+from nnscaler.planning.cost.build_machine_profile import collective_calls, crowded
 from nnscaler.planning.cost.calibrate import (
     collectives_error,
     fit_device,

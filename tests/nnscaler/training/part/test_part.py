@@ -17,7 +17,7 @@ from nnscaler.runtime.ops.random import logical_kept
 from nnscaler.training.model_part.engine import PartEngine
 from nnscaler.training.model_part.module import Part
 from nnscaler.training.model_part.program import PartProgram, compile_part
-from nnscaler.training.program_runner import EngineSettings
+from nnscaler.training.program_on_rank import EngineSettings
 from tests.sampling import every
 
 WIDTH, HIDDEN, LENGTH, WORDS = 8, 10, 4, 11

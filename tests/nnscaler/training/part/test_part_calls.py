@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import verify
-from nnscaler.codegen.program import Program
+from nnscaler.codegen.compiled_program import Program
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.training.model_part.engine import PartEngine
 from nnscaler.training.model_part.module import Part
 from nnscaler.training.model_part.program import compile_part
-from nnscaler.training.program_runner import EngineSettings
+from nnscaler.training.program_on_rank import EngineSettings
 from tests.nnscaler.training.part.test_part import (
     CASES,
     FLOAT64,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nnscaler.codegen.program import Program
+from nnscaler.codegen.compiled_program import Program
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.training.engine import Engine
-from nnscaler.training.program_runner import EngineSettings
+from nnscaler.training.program_on_rank import EngineSettings
 from nnscaler.training.saving.checkpoints import Checkpoints
 from tests.nnscaler.training.saving.resharding import OPTIMIZERS, differences, fill
 

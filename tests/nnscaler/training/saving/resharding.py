@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nnscaler.codegen.program import Program
+from nnscaler.codegen.compiled_program import Program
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.shards import same_bits, shard
 from nnscaler.runtime.training.saving.rank_tensors import StoredTensor
 from nnscaler.tracing import Traced, trace
 from nnscaler.training.engine import Engine
-from nnscaler.training.program_runner import EngineSettings
+from nnscaler.training.program_on_rank import EngineSettings
 from nnscaler.training.saving.checkpoints import Checkpoints
 
 # plan -> ranks. Of the model: 3 heads make tp=2 unequal, tp=3 and tp=2 split a packed projection, the table is tied.

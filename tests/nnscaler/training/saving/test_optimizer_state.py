@@ -12,7 +12,7 @@ from torch import nn
 
 from nnscaler.errors import NnscalerError
 from nnscaler.training.engine import Engine
-from nnscaler.training.program_runner import EngineSettings
+from nnscaler.training.program_on_rank import EngineSettings
 from nnscaler.training.saving.checkpoints import Checkpoints
 from tests.nnscaler.training.saving.test_checkpoints import Numbers, engine_of
 from tests.nnscaler.training.test_engine import Model, batch, compiled

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import nnscaler
 from nnscaler.cli.main import main
-from nnscaler.codegen.program import Program
+from nnscaler.codegen.compiled_program import Program
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.communication.simulator import Simulator
@@ -24,7 +24,7 @@ from nnscaler.runtime.shards import shard
 from nnscaler.runtime.tensor_bits import same_bits
 from nnscaler.tracing import Traced, trace
 from nnscaler.training.engine import Engine
-from nnscaler.training.program_runner import EngineSettings
+from nnscaler.training.program_on_rank import EngineSettings
 from nnscaler.training.saving import weights
 from nnscaler.training.saving.checkpoints import Checkpoints
 from nnscaler.training.saving.export import Export, export, open_checkpoint

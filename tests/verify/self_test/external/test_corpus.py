@@ -9,7 +9,7 @@ import pytest
 from tests.sampling import every
 from verify.external.ranks.run_result import FAILURES
 from verify.results.finding_codes import CODES
-from verify.self_test.external.mutants_and_edits import ExternalMutant
+from verify.self_test.external.edits_that_make_mutants import ExternalMutant
 from verify.self_test.external.run import PROGRAMS, ROWS, JudgedExternal, ask
 
 QUICK = ("tp=2 mlp", "fsdp=2 columns", "ddp=3 mlp uneven rows", "pp=2 mlp zero bubble v", "hand tp=3 gpt sequence",

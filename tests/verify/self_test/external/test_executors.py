@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.sampling import every
-from verify.self_test.external.mutants_and_edits import ExternalMutant
+from verify.self_test.external.edits_that_make_mutants import ExternalMutant
 from verify.self_test.external.run import ROWS, ask
 
 RIGHT = ("tp=2 mlp", "tp=2 gpt sequence", "tp=2 gpt loss parallel", "fsdp=2 mlp clipped", "hsdp=2x2 mlp",

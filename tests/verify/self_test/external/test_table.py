@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from verify.self_test.external.edits_that_make_mutants import row, same
 from verify.self_test.external.mutants import data_parallelism
-from verify.self_test.external.mutants_and_edits import row, same
 from verify.self_test.external.run import run_table, table_lines
 
 BASE = "ddp=2 mlp"

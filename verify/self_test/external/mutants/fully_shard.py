@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from verify.self_test.external import mutants_and_edits as e
+from verify.self_test.external import edits_that_make_mutants as e
+from verify.self_test.external.edits_that_make_mutants import ExternalMutant, row, same
 from verify.self_test.external.models import supervised
-from verify.self_test.external.mutants_and_edits import ExternalMutant, row, same
 
 OWN, ANY = "own_rows missing_reduction", "differs"
 

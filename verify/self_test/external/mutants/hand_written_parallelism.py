@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from verify.self_test.external import context_and_expert_parallel as ds
+from verify.self_test.external import edits_that_make_mutants as e
 from verify.self_test.external import megatron_style_layers as hand
-from verify.self_test.external import mutants_and_edits as e
+from verify.self_test.external.edits_that_make_mutants import ExternalMutant, row
 from verify.self_test.external.megatron_style_layers import PLAIN, SEQUENCE, Functions, Group
-from verify.self_test.external.mutants_and_edits import ExternalMutant, row
 
 LOST, ANY = "missing_reduction", "differs"
 

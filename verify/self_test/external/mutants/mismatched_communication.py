@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from verify.self_test.external import data_parallel as dp
-from verify.self_test.external import mutants_and_edits as e
+from verify.self_test.external import edits_that_make_mutants as e
 from verify.self_test.external import pipelines as pp
+from verify.self_test.external.edits_that_make_mutants import ExternalMutant, row
 from verify.self_test.external.models import supervised
-from verify.self_test.external.mutants_and_edits import ExternalMutant, row
 
 STUCK, UNLIKE = "deadlock", "communication_mismatch"
 

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from verify.self_test.external import mutants_and_edits as e
+from verify.self_test.external import edits_that_make_mutants as e
 from verify.self_test.external import pipelines as pp
+from verify.self_test.external.edits_that_make_mutants import ExternalMutant, row, same
 from verify.self_test.external.models import cross_entropy, summed_cross_entropy
-from verify.self_test.external.mutants_and_edits import ExternalMutant, row, same
 from verify.self_test.external.pipelines import Pipeline
 
 ANY = "differs"

@@ -19,10 +19,10 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
 )
 
-from verify.self_test.external import mutants_and_edits as e
+from verify.self_test.external import edits_that_make_mutants as e
 from verify.self_test.external import tensor_parallel as tp
+from verify.self_test.external.edits_that_make_mutants import ExternalMutant, row, same
 from verify.self_test.external.models import cross_entropy, supervised
-from verify.self_test.external.mutants_and_edits import ExternalMutant, row, same
 
 LOST, ANY, RAISES = "missing_reduction", "differs", "rank_raises communication_mismatch"
 

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from nnscaler.codegen.program import Program
+from nnscaler.codegen.compiled_program import Program
 from nnscaler.instructions import read_instruction
 from nnscaler.ir.graph import LogicalTensor
 from verify.self_test.programs.mutants.mutant import Edit, Edits
