@@ -96,11 +96,11 @@ def same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8))
 
 
-def trained(program: Program, timings: int | None) -> list[Trained]:
-    """Train for two steps on all ranks of the simulator; return what each has."""
+def trained(program: Program, timings: int | None, compiled: bool = False) -> list[Trained]:
+    """Train for two steps on all ranks of the simulator; return what each has. `compiled`: by torch.compile."""
 
     def work(communicator: Any) -> Trained:
-        engine = Engine(program, communicator, EngineSettings(device="cpu"))
+        engine = Engine(program, communicator, EngineSettings(device="cpu", compiled=compiled))
         optimizer = engine.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
         part, losses = engine.data_part, []
         for step in range(2):

@@ -24,7 +24,7 @@ from nnscaler.training.engine import Engine
 from nnscaler.training.program_on_rank import EngineSettings
 from nnscaler.training.recompilation import folder_of
 from tests.sampling import only
-from tests.timings import Small, sample, small_buckets
+from tests.timings import Small, program_of, sample, small_buckets, trained
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 # the last one with a ring, at which graphs end
@@ -121,6 +121,20 @@ def test_compiled_stages_compute_the_same(
         for key, gradient in gradients.items():
             # of experts, more than two terms of a gradient meet, which the compiler's backward adds in another order
             torch.testing.assert_close(gradient, known[key], rtol=0, atol=1e-16 if model == "moe" else 0)
+
+
+@pytest.mark.long  # to make kernels takes half a minute
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=2", "dp=2,zero=3", "dp=2,shard=2,zero=3", "dp=2,tp=2"])
+def test_what_travels_is_no_memory_that_kernels_use_again(plan: str) -> None:
+    """Inductor's graphs use the memory of gradients again; the simulator sees what is written while it travels."""
+    program = program_of(plan)
+    torch._dynamo.utils.counters.clear()
+    with small_buckets():
+        plain, found = (trained(program, timings=None, compiled=compiled) for compiled in (False, True))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == program.manifest.ranks
+    for one, other in zip(found, plain, strict=True):
+        torch.testing.assert_close(dict(one.gradients), dict(other.gradients), rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(dict(one.parameters), dict(other.parameters), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.usefixtures("options")
