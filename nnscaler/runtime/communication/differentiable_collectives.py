@@ -189,6 +189,7 @@ def all_gather(
     """Sharded -> Invariant: all_gather / slice."""
     cut = Sharded(dim, outer, sections, sizes)
     if isinstance(x, ParameterInGraph):
+        assert not x.part.requires_grad, "the way back would be a sum"
         return x.whole(axis.ranks, axis.index, cut)
     if isinstance(x, torch.nn.Parameter) and not x.requires_grad:
         return cast(Tensor, apart(_read_frozen, x, axis, cut))

@@ -1,7 +1,8 @@
 """Parameters that lie in shards and are gathered where the text reads them (ZeRO-3): begun before, waited for there.
 
 A whole is there as long as the text reads it. Backward, which reads it too, gathers it once more: what autograd saves
-of it is a `WholeView`. In a region that is computed again it is gathered with the rest of it, and no third time.
+of it is a `WholeView` (of a stage that is compiled, the whole). In a region that is computed again it is gathered with
+the rest of it, and no third time.
 
 The text reads the same parameters in the same order in each pass. The first pass of a kind finds this order; from then
 on the gathers of what comes next are under way while the present one is used. A gradient is summed and scattered while
@@ -110,6 +111,7 @@ class ParameterReads:
 
     communicator: Communicator
     _known: dict[Parameter, int] = field(default_factory=dict)  # with their numbers
+    _numbered: list[Parameter] = field(default_factory=list)
     _orders: dict[Pass, list[Read]] = field(default_factory=dict)
     _order: list[Read] | None = None  # of the pass that runs, if it is known
     _ahead_bytes: dict[Pass, int] = field(default_factory=dict)  # that may be under way in a pass of known order
@@ -127,7 +129,9 @@ class ParameterReads:
     def know(self, parameters: Iterable[Parameter]) -> None:
         """Take part in the reads of these parameters from now on."""
         for parameter in parameters:
-            self._known.setdefault(parameter, len(self._known))
+            if parameter not in self._known:
+                self._known[parameter] = len(self._numbered)
+                self._numbered.append(parameter)
 
     def knows(self, tensor: Tensor) -> bool:
         return tensor in self._known if isinstance(tensor, Parameter) else False
@@ -137,7 +141,7 @@ class ParameterReads:
 
     def parameter(self, number: int) -> Parameter:
         """Return the parameter with a number."""
-        return next(known for known, other in self._known.items() if other == number)
+        return self._numbered[number]
 
     def gathers(self, which: Pass) -> bool:
         """Return whether a pass may gather parameters: all do for which none was ever run."""

@@ -24,7 +24,7 @@ from nnscaler.training.engine import Engine
 from nnscaler.training.program_on_rank import EngineSettings
 from nnscaler.training.recompilation import folder_of
 from tests.sampling import only
-from tests.timings import Small, program_of, sample, small_buckets, trained
+from tests.timings import WORDS, Small, program_of, sample, small_buckets, trained
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 # the last one with a ring, at which graphs end
@@ -121,6 +121,32 @@ def test_compiled_stages_compute_the_same(
         for key, gradient in gradients.items():
             # of experts, more than two terms of a gradient meet, which the compiler's backward adds in another order
             torch.testing.assert_close(gradient, known[key], rtol=0, atol=1e-16 if model == "moe" else 0)
+
+
+class SharesLayers(nn.Module):
+    """As ALBERT: one block, run twice, and computed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.up, self.down = nn.Embedding(WORDS, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def block(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.words(ids)
+        for _ in range(2):
+            x = x + checkpoint(self.block, x, use_reentrant=False)
+        return nn.functional.cross_entropy(x @ self.words.weight.T, labels)
+
+
+@pytest.mark.usefixtures("options")
+def test_a_region_that_is_computed_again_reads_a_parameter_twice() -> None:
+    torch.manual_seed(0)
+    program = nnscaler.parallelize(SharesLayers(), sample(), ranks=4, plan="dp=2,tp=2")
+    assert "recompute(" in program.sources["role_0.py"] and program.sources["role_0.py"].count("self.up_weight") > 1
+    plain, found = (trained(program, timings=None, compiled=compiled) for compiled in (False, True))
+    assert [one.differences(other) for one, other in zip(found, plain, strict=True)] == [[]] * 4
 
 
 @pytest.mark.long  # to make kernels takes half a minute

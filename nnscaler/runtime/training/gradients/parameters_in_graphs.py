@@ -77,10 +77,11 @@ def compiled_with_parameters(
         return cast(Tensor, _Handed.apply(getattr(stage, name), number, moved[name]))
 
     def reading(name: str) -> property:
-        return property((lambda _: hand(name)) if name in once else lambda _: made[name])
+        # a region that backward computes again, outside of the forward, reads one whose gradient is not asked for
+        return property(lambda _: made[name] if name in made else hand(name))
 
-    def gathering(name: str, number: int, index: int) -> property:
-        return property(lambda _: ParameterInGraph(getattr(stage, name), number, index))
+    def gathering(name: str, gathers: int, index: int) -> property:
+        return property(lambda _: ParameterInGraph(getattr(stage, name), gathers, index))
 
     properties = {name: reading(name) for name in moved}
     if reads is not None:
@@ -103,30 +104,34 @@ def compiled_with_parameters(
 
     def run(**arguments: Any) -> Any:
         vars(inside).update(vars(stage))  # where it is in the step, and its buffers
-        return compiled(**arguments)
+        try:
+            return compiled(**arguments)
+        finally:
+            made.clear()
 
     return run
 
 
 def _read_by_text(stage: Stage) -> tuple[set[str], set[str]]:
-    """Return the parameters that a forward reads once, and those that it gathers where it reads them (ZeRO-3).
+    """Return the parameters that a forward reads once, and those that it gathers wherever it reads them (ZeRO-3).
 
     What a function in the text reads is read once for each piece of its region.
     """
     reads: Counter[str] = Counter()
-    gathered = set()
+    whole: Counter[str] = Counter()  # those that are gathered
     for depth, code in enumerate(codes_of(stage)):
         gathers: Mapping[str, object] = {}  # the parameters that the call before would gather
         for instruction in get_instructions(code):
             value = instruction.argval
-            if instruction.opname == "LOAD_ATTR" and value in stage.parameters:
-                reads[value] += 1 + (depth > 0 and bool(stage.time_axes))
-            if instruction.opname == "LOAD_ATTR" and value in gathers:
-                gathered.add(value)
+            if instruction.opname == "LOAD_ATTR" and (value in stage.parameters or value in stage.frozen):
+                times = 1 + (depth > 0 and bool(stage.time_axes))
+                reads[value] += times
+                whole[value] += times if value in gathers else 0
             if value == "all_gather_replicated":
                 gathers = stage.parameters
             elif value == "all_gather":
                 gathers = stage.frozen
             elif value not in ("self", None):
                 gathers = {}
-    return {name for name, times in reads.items() if times == 1}, gathered
+    once = {name for name, times in reads.items() if times == 1}
+    return once, {name for name, times in whole.items() if times == reads[name]}
