@@ -1,4 +1,4 @@
-"""What is computed of rows that a mask selects, where how many they are depends on the data."""
+"""Rows that a mask selects: how many they are depends on the data, and what is computed of them does not."""
 
 from __future__ import annotations
 
@@ -37,6 +37,10 @@ LOSSES: dict[str, Loss] = {
     "log-probabilities": lambda h, m, y: (
         F.nll_loss(h.log_softmax(-1)[m], y[m]) + h[m].double().softmax(-1).pow(2).sum()
     ),
+    "defaults": lambda h, m, y: (
+        F.hinge_embedding_loss(h[m], h.detach().sign()[m]) + F.margin_ranking_loss(h[m], h.flip(1)[m], h.sign()[m])
+    ),
+    "booleans": lambda h, m, y: (h > h.flip(1))[m].float().mean() + ((h > 0)[m] & (h < 1)[m]).sum() * h[m].mean(),
     "layers": tokens,
     "written": written,
 }
@@ -89,3 +93,44 @@ def test_what_counts_rows_or_changes_the_mask_is_refused(loss: Loss) -> None:
     with pytest.raises(NnscalerError, match="a tensor's shape depends on data") as caught:
         trace(Selects(loss), batch(0))
     assert caught.value.where is not None and caught.value.where.file == __file__
+
+
+class Weighed(nn.Module):
+    """The operator's result is positive where a row is selected, and negative, or not finite, elsewhere."""
+
+    def __init__(self, operator: Callable[[Tensor, nn.Linear], Tensor]) -> None:
+        super().__init__()
+        self.head, self.operator = nn.Linear(4, 4), operator
+        nn.init.constant_(self.head.weight, 0.3)
+
+    def forward(self, rows: Tensor, m: Tensor, y: Tensor) -> Tensor:
+        return self.operator(rows[m], self.head)
+
+
+OPERATORS: dict[str, Callable[[Tensor, nn.Linear], Tensor]] = {
+    "linear": lambda rows, head: head(rows).sqrt().mean(),
+    "matmul": lambda rows, head: (rows @ head.weight).log().mean(),
+    "after NaN": lambda rows, head: head((1 / (1 - rows)).square()).sqrt().mean(),
+    "pointwise": lambda rows, head: (head.bias / (1 - rows)).mean(),
+    "power": lambda rows, head: (rows * head.weight[0]).sqrt().sum(),
+    "layer norm": lambda rows, head: F.layer_norm((1 - rows).rsqrt(), (4,), head.weight[0]).mean(),
+    "loss": lambda rows, head: F.binary_cross_entropy_with_logits((0.5 - rows).rsqrt(), rows, pos_weight=head.bias),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_no_other_row_makes_a_gradient_nan(name: str) -> None:
+    """The self-check sees the first weights alone: with the second, ones have no root."""
+    model, rows, m = Weighed(OPERATORS[name]), torch.full((8, 4), 0.4), torch.arange(8) % 2 > 0
+    rows[:, 3], labels = 0.1, torch.zeros(8, dtype=torch.int64)
+    traced = trace(model, {"rows": rows, "m": m, "y": labels})
+    model.head.weight.data.copy_(torch.tensor([0.5, 0.5, 0.5, -2.0]).repeat(4, 1))
+    model.head.weight.data[:, :] = model.head.weight.data if name != "matmul" else model.head.weight.data.T
+    model.head.bias.data.zero_()
+    parameters = dict(model.named_parameters())
+    expected = model(rows, m, labels)
+    found = run_graph(traced.graph, {**traced.state, **parameters}, {"rows": rows, "m": m, "y": labels})
+    losses = (found[traced.graph.loss], expected)
+    gradients = [torch.autograd.grad(loss, list(parameters.values()), allow_unused=True) for loss in losses]
+    torch.testing.assert_close(*gradients)
+    assert all(g is None or g.isfinite().all() for g in gradients[0])
