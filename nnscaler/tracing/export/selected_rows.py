@@ -121,9 +121,7 @@ class _Rewriting:
         mask = indices[0] if isinstance(indices, Sequence) and len(indices) == 1 else None
         if not isinstance(source, fx.Node) or not isinstance(mask, fx.Node) or not _depends_on_data(node.meta["val"]):
             return
-        if _value(mask).dtype != torch.bool or not _value(mask).dim():
-            return
-        if not self._is_written(mask) and not self._is_written(node):
+        if _value(mask).dtype == torch.bool and not self._is_written(mask) and not self._is_written(node):
             mask = self._known(mask)
             self.rows[node] = _Rows(self._keep(node, mask, source, 1), mask, filled=True)
 
@@ -164,7 +162,8 @@ class _Rewriting:
         if any(not isinstance(n.meta["val"], Tensor) or _value(n).dim() > inner for n in others):
             return None
         self._fill(given if others else [])
-        return self._call(node, node.target, *self._whole(args), **self._whole(kwargs))
+        made = self._call(node, node.target, *self._whole(args), **self._whole(kwargs))
+        return made if _value(made).dtype == _value(node).dtype else None  # rows of a tensor with no dim have one
 
     def _hold(self, node: fx.Node, made: fx.Node, mask: fx.Node) -> None:
         """Let `made` stand for the node, filled where a tensor that is no row took part."""
@@ -199,8 +198,9 @@ class _Rewriting:
         """A sum or mean over dims of each row."""
         dims, moved = node.args[1], _value(rows.mask).dim() - 1
         listed = dims if isinstance(dims, Sequence) else [dims]
-        within = [d if d < 0 else d + moved for d in listed if isinstance(d, int)]
-        if within and len(within) == len(listed) and all(d > moved or -len(rows.inner) <= d < 0 for d in within):
+        inside = [d for d in listed if isinstance(d, int) and (d > 0 or -len(rows.inner) <= d < 0)]
+        within = [d if d < 0 else d + moved for d in inside]
+        if within and len(within) == len(listed):
             found = within if isinstance(dims, Sequence) else within[0]
             made = self._call(node, node.target, rows.whole, found, *node.args[2:], **node.kwargs)
             self._hold(node, made, rows.mask)
@@ -252,7 +252,7 @@ class _Rewriting:
             self._reduce(node, _Rows(made, mask), bool(reduction == _MEAN))
 
     def _labelled(self, node: fx.Node) -> None:
-        """Labels of rows that are not selected are such as the loss ignores."""
+        """Labels of rows that are not selected are such as the loss ignores; its weights take no gradient."""
         defaults: tuple[Any, ...] = (None, _MEAN, -100)
         args: tuple[Any, ...] = (*node.args, *defaults[len(node.args) - 2 :])
         scores, labels, weight, reduction, ignored = args[:5]
@@ -261,9 +261,8 @@ class _Rewriting:
         rows, target = self.rows[scores], self.rows[labels]
         if target.inner or len(rows.inner) != 1 or _value(target.whole).is_floating_point():
             return
-        self._fill([scores] if isinstance(weight, fx.Node) else [])
         kept = self._keep(node, rows.mask, target.whole, ignored)
-        flat = self._call(node, aten.reshape.default, self.rows[scores].whole, [-1, *rows.inner])
+        flat = self._call(node, aten.reshape.default, rows.whole, [-1, *rows.inner])
         kept = self._call(node, aten.reshape.default, kept, [-1])
         made = self._call(node, node.target, flat, kept, weight, reduction, ignored, *args[5:])
         node.replace_all_uses_with(made)
