@@ -162,8 +162,7 @@ class _Rewriting:
         if any(not isinstance(n.meta["val"], Tensor) or _value(n).dim() > inner for n in others):
             return None
         self._fill(given if others else [])
-        made = self._call(node, node.target, *self._whole(args), **self._whole(kwargs))
-        return made if _value(made).dtype == _value(node).dtype else None  # rows of a tensor with no dim have one
+        return self._call(node, node.target, *self._whole(args), **self._whole(kwargs))
 
     def _hold(self, node: fx.Node, made: fx.Node, mask: fx.Node) -> None:
         """Let `made` stand for the node, filled where a tensor that is no row took part."""
