@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 
+from op_registry.builtin.numeric.elementwise import broadcasting
 from op_registry.registry import facts_of
 
 from nnscaler.tracing.graph_builder import storage_of
@@ -291,9 +292,9 @@ class _Rewriting:
 
 def _is_local(target: torch._ops.OpOverload) -> bool:
     """Return whether an element of the result is made of the elements at its place."""
-    return not _is_drawn(target) and (
-        torch.Tag.pointwise in target.tags or facts_of(str(target)).moves in ("value", "cast")
-    )
+    facts = facts_of(str(target))
+    local = torch.Tag.pointwise in target.tags or facts.annotation is broadcasting or facts.moves in ("value", "cast")
+    return local and not _is_drawn(target)
 
 
 def _is_drawn(target: Any) -> bool:

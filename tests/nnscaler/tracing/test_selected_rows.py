@@ -41,9 +41,7 @@ LOSSES: dict[str, Loss] = {
     "defaults": lambda h, m, y: (
         F.hinge_embedding_loss(h[m], h.detach().sign()[m]) + F.margin_ranking_loss(h[m], h.flip(1)[m], h.sign()[m])
     ),
-    "booleans": lambda h, m, y: (
-        (h > h.flip(1))[m].float().mean() + torch.logical_or((h > 0)[m], (h < -1)[m]).sum() * h[m].mean()
-    ),
+    "booleans": lambda h, m, y: (h > h.flip(1))[m].float().mean() + ((h > 0)[m] & (h < 1)[m]).sum() * h[m].mean(),
     "layers": tokens,
     "written": written,
 }
