@@ -71,19 +71,24 @@ def _unchecked(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _covariance(
-    _func: Callable[..., Any],
+    func: Callable[..., Any],
     numbers: Tensor,
     *,
     correction: int = 1,
     fweights: Tensor | None = None,
     aweights: Tensor | None = None,
 ) -> Tensor:
-    """Torch looks at its weights, where there are none as well."""
+    """Torch looks at its weights, where there are none as well. What it does not take, it says itself."""
     rows = numbers if numbers.dim() == 2 else numbers.reshape(1, -1)
     given = [w for w in (fweights, aweights) if w is not None]
+    fits = all(w.dim() <= 1 and w.numel() == rows.shape[1] for w in given)
+    integral = fweights is None or _is_integral(fweights)
+    fractional = aweights is None or aweights.is_floating_point()
+    if numbers.dim() > 2 or numbers.dtype == torch.bool or not (fits and integral and fractional):
+        return func(numbers, correction=correction, fweights=fweights, aweights=aweights)
     weights = None if not given else given[0] if len(given) == 1 else given[0] * given[1]
     if weights is None:
-        centred = weighted = rows - rows.mean(1, keepdim=True)
+        centred = weighted = rows - rows.sum(1, keepdim=True) / rows.shape[1]  # whole numbers have no `mean`
         divisor: Any = max(rows.shape[1] - correction, 0)
     else:
         total = weights.sum()
@@ -94,9 +99,13 @@ def _covariance(
     return (weighted @ centred.mT.conj() / divisor).squeeze()
 
 
-def _correlation(func: Callable[..., Any], numbers: Tensor) -> Tensor:
+def _is_integral(numbers: Tensor) -> bool:
+    return not (numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool)
+
+
+def _correlation(_func: Callable[..., Any], numbers: Tensor) -> Tensor:
     """The covariance over the deviations, within -1 and 1."""
-    found = _covariance(func, numbers)
+    found = _covariance(torch.cov, numbers)
     if found.dim() == 0:
         return found / found
     deviation = found.diagonal().real.sqrt() if found.is_complex() else found.diagonal().sqrt()

@@ -1,15 +1,17 @@
-"""Rows that a mask selects, as the model's own shapes: how many they are depends on the data, which no program's shape
-can. `(a[m] - b[m]).abs().mean()` becomes a sum over all rows, of which `m` keeps some, over their number.
+"""Compute rows that a mask selects in the model's own shapes: how many they are depends on the data, which no program's
+shape can. `(a[m] - b[m]).abs().mean()` becomes a sum over all rows, of which `m` keeps some, over their number.
 
-Rows that are not selected hold ones, so that what is computed of them is finite; nothing of them reaches a result or a
-gradient. What is no such computation stays as it is, and is refused where its shape is read.
+Rows that are not selected hold ones where they are selected, and both before and after an operator of theirs in which
+another tensor takes part, say a weight. So nothing of them reaches a result, and to a gradient they add zeros: a NaN
+that is computed of them stays among them. What is no such computation, and what is written in place, stays as it is,
+and is refused where its shape is read.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 
+from op_registry.builtin.numeric.elementwise import broadcasting
 from op_registry.registry import facts_of
 
 from nnscaler.tracing.graph_builder import storage_of
@@ -31,14 +34,16 @@ _BROADCAST = aten.broadcast_tensors.default
 _LABELLED = (aten.cross_entropy_loss.default, aten.nll_loss_nd.default)
 _LAYERS = (aten.linear.default, aten.matmul.default, aten.layer_norm.default)
 _SOFTMAX = (aten.softmax.int, aten.log_softmax.int)
+_HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """`whole`: all rows; `mask`: over its first dims, those that are selected."""
+    """`whole`: all rows; `mask`: over its first dims, those that are selected; `filled`: the others hold ones."""
 
     whole: fx.Node
     mask: fx.Node
+    filled: bool = False
 
     @property
     def inner(self) -> tuple[int, ...]:
@@ -48,9 +53,11 @@ class _Rows:
 
 def keep_rows_in_place(program: ExportedProgram) -> None:
     """Rewrite the program's graphs where masks select rows."""
-    for part in program.graph_module.modules():
-        if isinstance(part, fx.GraphModule) and any(n.target == aten.index.Tensor for n in part.graph.nodes):
-            _Rewriting(part.graph, _written(part.graph)).run()
+    graphs = [part.graph for part in program.graph_module.modules() if isinstance(part, fx.GraphModule)]
+    selecting = [graph for graph in graphs if any(n.target == aten.index.Tensor for n in graph.nodes)]
+    written = {memory for graph in graphs if selecting for memory in _written(graph)}
+    for graph in selecting:
+        _Rewriting(graph, written).run()
 
 
 def _value(node: fx.Node) -> Tensor:
@@ -106,30 +113,28 @@ class _Rewriting:
             self._broadcast(node)
         elif _is_local(target):
             if (made := self._of_whole(node, node.args, node.kwargs)) is not None:
-                self.rows[node] = _Rows(made, self.rows[given[0]].mask)
+                self._hold(node, made, self.rows[given[0]].mask)
         elif any(argument.name == "reduction" for argument in target._schema.arguments):
             self._loss(node, target, self.rows[given[0]].mask)
-
-    # ---- selecting and writing ----
 
     def _select(self, node: fx.Node) -> None:
         source, indices = node.args
         mask = indices[0] if isinstance(indices, Sequence) and len(indices) == 1 else None
         if not isinstance(source, fx.Node) or not isinstance(mask, fx.Node) or not _depends_on_data(node.meta["val"]):
             return
-        if _value(mask).dtype != torch.bool or storage_of(_value(mask)) in self.written:
-            return
-        mask = self._known(mask)
-        shaped = self._over(mask, _value(source).dim())
-        filled = self._call(node, aten.where.ScalarOther, shaped, source, 1)
-        if _value(filled).dtype == _value(source).dtype:
-            self.rows[node] = _Rows(filled, mask)
+        if _value(mask).dtype == torch.bool and not self._is_written(mask) and not self._is_written(node):
+            mask = self._known(mask)
+            self.rows[node] = _Rows(self._keep(node, mask, source, 1), mask, filled=True)
+
+    def _is_written(self, node: fx.Node) -> bool:
+        """Return whether an operator writes into the node's memory: what stands for the node would lack that."""
+        return storage_of(_value(node)) in self.written
 
     def _known(self, mask: fx.Node) -> fx.Node:
         """Return the first mask that is computed in the same way, of tensors that nobody writes."""
         given = [n.meta["val"] for n in mask.all_input_nodes]
         known = all(isinstance(value, Tensor) and storage_of(value) not in self.written for value in given)
-        if mask.op != "call_function" or not known:
+        if mask.op != "call_function" or not known or _is_drawn(mask.target):
             return mask
         return self.masks.setdefault(repr((mask.target, mask.args, mask.kwargs)), mask)
 
@@ -148,8 +153,6 @@ class _Rewriting:
         node.replace_all_uses_with(whole)
         self.graph.erase_node(node)
 
-    # ---- computing ----
-
     def _of_whole(self, node: fx.Node, args: Any, kwargs: Any) -> fx.Node | None:
         """Return the node's operator on whole tensors; None where their dims do not stand as those of the rows do."""
         given = [n for n in node.all_input_nodes if n in self.rows]
@@ -159,7 +162,25 @@ class _Rewriting:
             return None
         if any(not isinstance(n.meta["val"], Tensor) or _value(n).dim() > inner for n in others):
             return None
+        self._fill(given if others else [])
         return self._call(node, node.target, *self._whole(args), **self._whole(kwargs))
+
+    def _hold(self, node: fx.Node, made: fx.Node, mask: fx.Node) -> None:
+        """Let `made` stand for the node, filled where a tensor that is no row took part."""
+        if self._is_written(node):
+            return
+        self.rows[node] = _Rows(made, mask)
+        if any(n not in self.rows for n in node.all_input_nodes):
+            self._fill([node])
+
+    def _fill(self, nodes: Sequence[fx.Node]) -> None:
+        """Put ones where rows are not selected: what is computed of them may be NaN, or have a derivative that is, and
+        zero times that would reach the gradient of a tensor that takes part."""
+        for node in nodes:
+            rows = self.rows[node]
+            if not rows.filled:
+                kept = self._keep(node, rows.mask, rows.whole, 1)
+                self.rows[node] = replace(rows, whole=kept, filled=True)
 
     def _whole(self, value: Any) -> Any:
         return fx.map_arg(value, lambda n: self.rows[n].whole if n in self.rows else n)
@@ -177,52 +198,61 @@ class _Rewriting:
         """A sum or mean over dims of each row."""
         dims, moved = node.args[1], _value(rows.mask).dim() - 1
         listed = dims if isinstance(dims, Sequence) else [dims]
-        within = [d if d < 0 else d + moved for d in listed if isinstance(d, int)]
-        if within and len(within) == len(listed) and all(d > moved or -len(rows.inner) <= d < 0 for d in within):
+        inside = [d for d in listed if isinstance(d, int) and (d > 0 or -len(rows.inner) <= d < 0)]
+        within = [d if d < 0 else d + moved for d in inside]
+        if within and len(within) == len(listed):
             found = within if isinstance(dims, Sequence) else within[0]
             made = self._call(node, node.target, rows.whole, found, *node.args[2:], **node.kwargs)
-            self.rows[node] = _Rows(made, rows.mask)
+            self._hold(node, made, rows.mask)
 
     def _layer(self, node: fx.Node) -> None:
-        """A layer of each row: its parameters are no rows."""
+        """A layer of each row: its parameters are no rows. Ones, normed without an epsilon, would be NaN."""
         given, others = node.args[0], [n for n in node.all_input_nodes if n is not node.args[0]]
         if given not in self.rows or any(n in self.rows for n in others) or node.kwargs:
             return
         rows = self.rows[given]  # type: ignore[index]
-        normed: Any = node.args[1] if node.target == aten.layer_norm.default else [1]
+        norm = node.target == aten.layer_norm.default
+        normed: Any = node.args[1] if norm else [1]
+        epsilon: Any = node.args[4] if norm and len(node.args) > 4 else 1e-5
         vectors = node.target == aten.matmul.default and any(_value(n).dim() != 2 for n in others)
-        if len(normed) <= len(rows.inner) and not vectors:
-            self.rows[node] = _Rows(self._call(node, node.target, rows.whole, *node.args[1:]), rows.mask)
+        finite = not others or epsilon >= torch.finfo(torch.float32).tiny
+        if len(normed) <= len(rows.inner) and not vectors and finite:
+            self._fill([given] if others else [])  # type: ignore[list-item]
+            made = self._call(node, node.target, self.rows[given].whole, *node.args[1:])  # type: ignore[index]
+            self._hold(node, made, rows.mask)
 
     def _reduce(self, node: fx.Node, rows: _Rows, mean: bool) -> None:
-        shaped = self._over(rows.mask, _value(rows.whole).dim())
-        made = self._call(node, aten.where.ScalarOther, shaped, rows.whole, 0)
-        made = self._call(node, aten.sum.default, made)
-        if mean:
+        kept, dtype = self._keep(node, rows.mask, rows.whole, 0), _value(rows.whole).dtype
+        if not mean:
+            made = self._call(node, aten.sum.default, kept)
+        else:
+            wide = {"dtype": torch.float32} if dtype in _HALF else {}  # a sum may be too large where its mean is not
+            made = self._call(node, aten.sum.default, kept, **wide)
             count = self._call(node, aten.sum.default, rows.mask)
             made = self._call(node, aten.div.Tensor, made, self._call(node, aten.mul.Tensor, count, prod(rows.inner)))
+            made = self._call(node, aten.to.dtype, made, dtype) if wide else made
         node.replace_all_uses_with(made)
         self.graph.erase_node(node)
 
     def _loss(self, node: fx.Node, target: torch._ops.OpOverload, mask: fx.Node) -> None:
         """A loss of each element, and its sum or mean."""
-        place = [argument.name for argument in target._schema.arguments].index("reduction")
+        arguments = target._schema.arguments
+        place = [argument.name for argument in arguments].index("reduction")
         reduction = node.args[place] if place < len(node.args) else node.kwargs.get("reduction", _MEAN)
-        rest = node.args[place + 1 :]
-        args = [*node.args[:place], *[None] * (place - len(node.args)), _NONE, *rest]
         kwargs = {name: value for name, value in node.kwargs.items() if name != "reduction"}
+        before = [kwargs.pop(a.name, a.default_value) for a in arguments[len(node.args) : place]]
+        args = [*node.args[:place], *before, _NONE, *node.args[place + 1 :]]
         made = self._of_whole(node, args, kwargs)
         given = next(n for n in node.all_input_nodes if n in self.rows)
         if made is None or _value(made).shape != _value(self.rows[given].whole).shape:
             return
-        rows = _Rows(made, mask)
         if reduction == _NONE:
-            self.rows[node] = rows
+            self._hold(node, made, mask)
         else:
-            self._reduce(node, rows, bool(reduction == _MEAN))
+            self._reduce(node, _Rows(made, mask), bool(reduction == _MEAN))
 
     def _labelled(self, node: fx.Node) -> None:
-        """Labels of rows that are not selected are such as the loss ignores."""
+        """Labels of rows that are not selected are such as the loss ignores; its weights take no gradient."""
         defaults: tuple[Any, ...] = (None, _MEAN, -100)
         args: tuple[Any, ...] = (*node.args, *defaults[len(node.args) - 2 :])
         scores, labels, weight, reduction, ignored = args[:5]
@@ -231,14 +261,17 @@ class _Rewriting:
         rows, target = self.rows[scores], self.rows[labels]
         if target.inner or len(rows.inner) != 1 or _value(target.whole).is_floating_point():
             return
-        kept = self._call(node, aten.where.ScalarOther, rows.mask, target.whole, ignored)
+        kept = self._keep(node, rows.mask, target.whole, ignored)
         flat = self._call(node, aten.reshape.default, rows.whole, [-1, *rows.inner])
         kept = self._call(node, aten.reshape.default, kept, [-1])
         made = self._call(node, node.target, flat, kept, weight, reduction, ignored, *args[5:])
         node.replace_all_uses_with(made)
         self.graph.erase_node(node)
 
-    # ---- emitting ----
+    def _keep(self, like: fx.Node, mask: fx.Node, whole: fx.Node, filler: Any) -> fx.Node:
+        """Return the tensor with `filler` where rows are not selected; where it is of booleans, with False."""
+        filler = False if _value(whole).dtype == torch.bool else filler
+        return self._call(like, aten.where.ScalarOther, self._over(mask, _value(whole).dim()), whole, filler)
 
     def _over(self, mask: fx.Node, dims: int) -> fx.Node:
         shape = tuple(_value(mask).shape)
@@ -259,9 +292,14 @@ class _Rewriting:
 
 def _is_local(target: torch._ops.OpOverload) -> bool:
     """Return whether an element of the result is made of the elements at its place."""
-    if torch.Tag.nondeterministic_seeded in target.tags:
-        return False
-    return torch.Tag.pointwise in target.tags or facts_of(str(target)).moves in ("value", "cast")
+    facts = facts_of(str(target))
+    local = torch.Tag.pointwise in target.tags or facts.annotation is broadcasting or facts.moves in ("value", "cast")
+    return local and not _is_drawn(target)
+
+
+def _is_drawn(target: Any) -> bool:
+    """Return whether the operator gives other values each time."""
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 
 def _written(graph: fx.Graph) -> set[int]:

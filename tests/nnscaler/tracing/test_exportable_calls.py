@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import nnscaler
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.simulator import Simulator
+from nnscaler.tracing.export.exportable_calls import exportable_calls
 from nnscaler.training.engine import Engine
 from nnscaler.training.program_on_rank import EngineSettings
 
@@ -107,3 +108,35 @@ def test_a_number_beyond_those_that_are_counted_ends_the_run() -> None:
     engine = Engine(nnscaler.parallelize(Counted(), batch(0) | {"x": batch(0)["x"].float()}, ranks=1, plan="dp=1"))
     with pytest.raises(Exception, match="index"):
         engine.step({"x": batch(0)["x"].float(), "labels": torch.full((12,), 4)})
+
+
+COUNTS, WEIGHTS = torch.tensor([1, 2, 1, 3, 1]), torch.tensor([0.5, 1.0, 2.0, 1.0, 0.1])
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.float16, torch.complex64])
+def test_covariance_is_that_of_torch_in_every_dtype(dtype: torch.dtype) -> None:
+    """That of whole numbers is a float."""
+    numbers = torch.tensor([[1, 5, 2, 8, 3], [2, 2, 7, 1, 0]]).to(dtype)
+    for given in ({}, {"correction": 0}, {"fweights": COUNTS}, {"fweights": COUNTS, "aweights": WEIGHTS}):
+        expected = torch.cov(numbers, **given), torch.corrcoef(numbers)
+        with exportable_calls():
+            found = torch.cov(numbers, **given), torch.corrcoef(numbers)
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "given"),
+    [
+        (torch.ones(2, 5, dtype=torch.bool), {}),
+        (torch.ones(2, 5, 1), {}),
+        (torch.ones(2, 5), {"fweights": WEIGHTS}),
+        (torch.ones(2, 5), {"aweights": COUNTS}),
+        (torch.ones(2, 5), {"fweights": COUNTS[:1]}),
+    ],
+)
+def test_covariance_fails_as_that_of_torch(numbers: Tensor, given: dict[str, Tensor]) -> None:
+    with pytest.raises(RuntimeError, match=r"cov\(\): ") as expected:
+        torch.cov(numbers, **given)
+    with exportable_calls(), pytest.raises(RuntimeError, match=r"cov\(\): ") as caught:
+        torch.cov(numbers, **given)
+    assert str(caught.value) == str(expected.value)

@@ -1,4 +1,4 @@
-"""What is computed of rows that a mask selects, where how many they are depends on the data."""
+"""Rows that a mask selects: how many they are depends on the data, and what is computed of them does not."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from nnscaler.errors import NnscalerError
 from nnscaler.tracing import run_graph, trace
+from nnscaler.tracing.export.selected_rows import keep_rows_in_place
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # of scores, a mask and labels
 
@@ -37,6 +38,10 @@ LOSSES: dict[str, Loss] = {
     "log-probabilities": lambda h, m, y: (
         F.nll_loss(h.log_softmax(-1)[m], y[m]) + h[m].double().softmax(-1).pow(2).sum()
     ),
+    "defaults": lambda h, m, y: (
+        F.hinge_embedding_loss(h[m], h.detach().sign()[m]) + F.margin_ranking_loss(h[m], h.flip(1)[m], h.sign()[m])
+    ),
+    "booleans": lambda h, m, y: (h > h.flip(1))[m].float().mean() + ((h > 0)[m] & (h < 1)[m]).sum() * h[m].mean(),
     "layers": tokens,
     "written": written,
 }
@@ -84,8 +89,100 @@ def changed_mask(h: Tensor, m: Tensor, y: Tensor) -> Tensor:
     return rows.sum() + h[mask].sum()
 
 
-@pytest.mark.parametrize("loss", [lambda h, m, y: h[m].cumsum(0).sum(), lambda h, m, y: h[m].std(), changed_mask])
-def test_what_counts_rows_or_changes_the_mask_is_refused(loss: Loss) -> None:
+def changed_rows(h: Tensor, m: Tensor, y: Tensor) -> Tensor:
+    rows = h[m]
+    rows[:, 0] = 0
+    return rows.mean()
+
+
+def changed_past_autograd(h: Tensor, m: Tensor, y: Tensor) -> Tensor:
+    doubled = h[m] * 2
+    doubled.detach().mul_(2)
+    return doubled.mean()
+
+
+REFUSED: dict[str, Loss] = {
+    "counts": lambda h, m, y: h[m].cumsum(0).sum(),
+    "deviates": lambda h, m, y: h[m].std(),
+    "unfinite norm": lambda h, m, y: F.layer_norm(h[m], (4,), h[0], eps=0.0).mean(),
+    "changed mask": changed_mask,
+    "changed rows": changed_rows,
+    "changed past autograd": changed_past_autograd,
+}
+
+
+@pytest.mark.parametrize("loss", REFUSED.values(), ids=REFUSED)
+def test_what_counts_rows_or_changes_them_is_refused(loss: Loss) -> None:
     with pytest.raises(NnscalerError, match="a tensor's shape depends on data") as caught:
         trace(Selects(loss), batch(0))
     assert caught.value.where is not None and caught.value.where.file == __file__
+
+
+class Weighed(nn.Module):
+    """The operator's result is positive where a row is selected, and negative, or not finite, elsewhere."""
+
+    def __init__(self, operator: Callable[[Tensor, nn.Linear], Tensor]) -> None:
+        super().__init__()
+        self.head, self.operator = nn.Linear(4, 4), operator
+        nn.init.constant_(self.head.weight, 0.3)
+
+    def forward(self, rows: Tensor, m: Tensor, y: Tensor) -> Tensor:
+        return self.operator(rows[m], self.head)
+
+
+OPERATORS: dict[str, Callable[[Tensor, nn.Linear], Tensor]] = {
+    "linear": lambda rows, head: head(rows).sqrt().mean(),
+    "matmul": lambda rows, head: (rows @ head.weight.T).sqrt().mean(),
+    "after NaN": lambda rows, head: head((1 / (1 - rows)).square()).sqrt().mean(),
+    "pointwise": lambda rows, head: (head.bias / (1 - rows)).mean(),
+    "product": lambda rows, head: (rows * head.weight[0] + 1).sqrt().sum(),
+    "layer norm": lambda rows, head: F.layer_norm((1 - rows).rsqrt(), (4,), head.weight[0]).mean(),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_no_other_row_makes_a_gradient_nan(name: str) -> None:
+    """The self-check sees the first weights alone: with the second, ones have no root."""
+    model, rows, m = Weighed(OPERATORS[name]), torch.full((8, 4), 0.4), torch.arange(8) % 2 > 0
+    rows[:, 3], labels = 0.1, torch.zeros(8, dtype=torch.int64)
+    traced = trace(model, {"rows": rows, "m": m, "y": labels})
+    model.head.weight.data.copy_(torch.tensor([0.5, 0.5, 0.5, -2.0]).repeat(4, 1))
+    model.head.bias.data.zero_()
+    parameters = dict(model.named_parameters())
+    expected = model(rows, m, labels)
+    found = run_graph(traced.graph, {**traced.state, **parameters}, {"rows": rows, "m": m, "y": labels})
+    losses = (found[traced.graph.loss], expected)
+    gradients = [torch.autograd.grad(loss, list(parameters.values()), allow_unused=True) for loss in losses]
+    torch.testing.assert_close(*gradients)
+    assert all(g is None or g.isfinite().all() for g in gradients[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_mean_is_right_where_the_sum_of_its_dtype_is_not(dtype: torch.dtype) -> None:
+    """The sum of 65,792 ones is infinite in float16, and 65,536 in bfloat16."""
+    model, many = Selects(lambda h, m, y: h.exp()[m].mean()), 16_450
+    model.to(dtype).proj.weight.data.zero_()
+    model.proj.bias.data.zero_()
+    inputs = {"x": torch.ones(many, 5, dtype=dtype), "m": torch.arange(many) > 1, "y": torch.zeros(1)}
+    traced = trace(model, inputs)
+    assert run_graph(traced.graph, dict(traced.state), inputs)[traced.graph.loss].item() == 1 == model(**inputs).item()
+
+
+@pytest.mark.parametrize("name", ["changed rows", "changed past autograd"])
+def test_no_graph_leaves_a_write_into_rows_out(name: str) -> None:
+    """Were the shape not refused, the mean would be that of rows before the write."""
+    program = torch.export.export(Selects(REFUSED[name]), tuple(batch(0).values()), strict=False)
+    keep_rows_in_place(program)
+    left = [node.target for node in program.graph.nodes]
+    assert torch.ops.aten.mean.default in left and torch.ops.aten.index.Tensor in left
+
+
+def test_masks_that_are_drawn_are_not_taken_for_one() -> None:
+    def drawn(h: Tensor, _m: Tensor, _y: Tensor) -> Tensor:
+        masks = [torch.randint(0, 2, (12,), dtype=torch.bool) for _ in range(2)]
+        return (h[masks[0]].mean() * h[masks[1]].mean()).sum()
+
+    program = torch.export.export(Selects(drawn), tuple(batch(0).values()), strict=False)
+    keep_rows_in_place(program)
+    counted = [n.args[0] for n in program.graph.nodes if n.target == torch.ops.aten.sum.default]
+    assert len({n for n in counted if n.meta["val"].dtype == torch.bool}) == 2
