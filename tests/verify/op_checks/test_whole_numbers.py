@@ -61,6 +61,12 @@ class TripledLevels(torch.autograd.Function):
         return g
 
 
+class LevelsWithoutBackward(TripledLevels):
+    @staticmethod
+    def backward(_: Any, g: Tensor) -> Any:
+        raise ValueError(f"no gradient of {g.shape}")
+
+
 def alone(function: Any) -> Any:
     def root(x: Tensor) -> Tensor:
         return function(x, x.new_ones(x.shape[1], dtype=x.dtype if x.is_floating_point() else torch.float64))
@@ -87,8 +93,9 @@ def test_whole_numbers_do_not_hide_a_backward_that_raises_on_positive_inputs() -
     assert [finding.code for finding in report.findings] == ["annotation_does_not_fit"]
 
 
-def test_floating_numbers_that_no_draw_hits_leave_their_gradient_open() -> None:
-    report = verified(TripledLevels.apply, "a b -> a b")
+@pytest.mark.parametrize("cls", [TripledLevels, LevelsWithoutBackward])
+def test_floating_numbers_that_no_draw_hits_leave_their_gradient_open(cls: Any) -> None:
+    report = verified(cls.apply, "a b -> a b")
     assert report.verdict is Verdict.INCONCLUSIVE
     (finding,) = report.findings
     assert finding.code == "claim_not_tested"

@@ -21,7 +21,7 @@ from nnscaler.error_text import in_one_line
 from nnscaler.errors import AnnotationError
 from verify.evidence.inputs.draw_calls import SPLIT_SIZE, Style, choose_sizes, identifiers_of
 from verify.evidence.oracle.case_runner import OperatorRunner, WholeRaised
-from verify.evidence.oracle.run_whole_operator import run_whole
+from verify.evidence.oracle.run_whole_operator import WholeRun, run_whole
 from verify.evidence.split_case import Inputs
 from verify.evidence.verify_op_options import Kind
 
@@ -153,7 +153,9 @@ def _with_whole_numbers(runner: OperatorRunner, annotation: Annotation, inputs: 
         lambda found: not _only_backward_raises(runner, annotation, *found), _running(runner, inputs, choices)
     )
     chosen = _at_split_sizes(runner, annotation, (candidate for _, candidate in running))
-    for position, _ in chosen.whole_numbers if chosen is not None else ():
+    if chosen is None:
+        return None
+    for position, _ in chosen.whole_numbers:
         index = _tensor_of(annotation, position)
         if _has_gradient_as_floating(runner, chosen, index):
             told = f"`{runner.spec.name}` takes floating numbers as input {position}, and raises on all that are drawn"
@@ -182,14 +184,24 @@ def _only_backward_raises(runner: OperatorRunner, annotation: Annotation, choice
 
 
 def _has_gradient_as_floating(runner: OperatorRunner, inputs: Inputs, index: int) -> bool:
-    """Return whether a gradient flows through a tensor of whole numbers where the same numbers are floating ones."""
+    """Return whether a tensor of whole numbers may be of floating ones, the same, and a gradient then flows through it,
+    or raises on its way."""
     call = runner.concrete(inputs)
     tensors = tuple(t.double() if i == index else t for i, t in enumerate(call.tensors))
-    try:
-        whole = run_whole(runner.function(call), replace(call, tensors=tensors), torch.Generator())
-    except Exception:  # noqa: BLE001 - an index must be an integer
+    floating = replace(call, tensors=tensors)
+
+    def run(constants: frozenset[int]) -> WholeRun | None:
+        try:
+            return run_whole(
+                runner.function(call), floating, torch.Generator(), torch.float64, call.constants | constants
+            )
+        except Exception:  # noqa: BLE001 - an index must be an integer
+            return None
+
+    if run(frozenset((index,))) is None:
         return False
-    return whole.gradients[index] is not None
+    whole = run(frozenset())
+    return whole is None or whole.gradients[index] is not None
 
 
 def _at_split_sizes(runner: OperatorRunner, annotation: Annotation, candidates: Iterator[Inputs]) -> Inputs | None:
