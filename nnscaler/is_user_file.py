@@ -34,4 +34,11 @@ def is_users(file: str | None) -> bool:
 
 def is_installed(file: str) -> bool:
     """Return whether a file is of an installed package."""
-    return not _INSTALLED.isdisjoint(Path(file).parts)
+    return from_package_on(file) is not None
+
+
+def from_package_on(file: str) -> str | None:
+    """Return the path of an installed package's file from the package on; None of any other file."""
+    parts = Path(file).parts
+    folder = next((number for number, part in enumerate(parts) if part in _INSTALLED), None)
+    return None if folder is None else str(Path(*parts[folder + 1 :]))

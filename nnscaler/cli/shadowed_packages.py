@@ -2,7 +2,7 @@
 
 Both are top-level names that a user's own file, or another distribution, may have as well. When the wrong one was
 imported, everything after would fail in ways that read like a verdict. So: compare with our own neighbours, before
-anything else of ours is imported. Imports only the standard library for that reason.
+anything else of ours is imported. Imports only what stands on the standard library alone for that reason.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
+
+from nnscaler.is_user_file import is_installed
 
 NEIGHBOURS = ("op_registry", "verify")
 
@@ -41,7 +43,7 @@ def _file_of(name: str) -> Path | None:
 def _cure(name: str, found: Path | None) -> str:
     if found is None:
         return "install nnScaler again: pip install --force-reinstall nnscaler"
-    if "site-packages" in found.parts:
+    if is_installed(str(found)):
         return f"another distribution owns `{name}`: uninstall it, then pip install --force-reinstall nnscaler"
     folder = found.parent.parent if found.name == "__init__.py" else found.parent
     return (

@@ -101,7 +101,7 @@ class Verification:
         self.checks.append(self.unused(found) or fits)
         for index in sorted({index for base in found for index in base.inputs.without_gradient}):
             self.notes[f"input {index} asks for no gradient: torch has no derivative for it"] = None
-        for position, name in found[0].inputs.whole_numbers:
+        for position, name in dict.fromkeys(pair for base in found for pair in base.inputs.whole_numbers):
             drawn = f"integers below `{name}`" if name else "booleans"
             self.notes[f"input {position} was drawn as {drawn}: `sample_inputs` gives others"] = None
         if found[0].style == "smooth":
@@ -344,7 +344,7 @@ class Verification:
         if not outcome.failures and self.options.safeguards.mutants and outcome.survived(DRAWS):
             self.findings.append(survived(self.spec, target, outcome.survived(DRAWS)))
         if outcome.half_line:
-            note = f"`{self.spec.name}` gives NaN or infinity on some inputs: what passed holds on positive inputs"
+            note = f"`{self.spec.name}` raises or is not finite on some inputs: what passed holds on positive ones"
             self.notes[note] = None
         if outcome.untested and (outcome.count or outcome.skipped or not needs):
             self.findings.append(not_tested(self.spec, outcome.untested, tuple(outcome.skipped)))

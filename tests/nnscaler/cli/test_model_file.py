@@ -13,6 +13,7 @@ import op_registry
 import nnscaler
 import verify
 from nnscaler.errors import NnscalerError
+from nnscaler.is_user_file import from_package_on
 from nnscaler.model_file import TEMPLATE, is_users, load_model_file
 
 
@@ -102,6 +103,10 @@ def test_files_of_ours_are_not_the_users(tmp_path: Path) -> None:
     assert is_users(mine) and is_users(__file__) and not is_users("<string>") and not is_users(None)
     assert is_users(str(Path(str(nnscaler.__file__)).parents[1] / "nnscaler_models" / "gpt.py"))  # only named like us
     assert is_users(str(tmp_path / "my-site-packages" / "gpt.py"))
+    for packages in ("site-packages", "dist-packages"):
+        installed = str(tmp_path / packages / "gpt" / "model.py")
+        assert not is_users(installed) and from_package_on(installed) == str(Path("gpt", "model.py"))
+    assert from_package_on(mine) is None
 
 
 def test_errors_of_the_factory_name_the_users_line(tmp_path: Path) -> None:

@@ -30,6 +30,14 @@ def test_another_package_exits_2_with_both_paths(
     assert f"/home/me/{name}.py" in err and f"{name}/__init__.py" in err and "help:" in err
 
 
+@pytest.mark.parametrize("packages", ["site-packages", "dist-packages"])
+def test_another_distribution_is_to_be_uninstalled(packages: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = ModuleType("verify")
+    other.__file__ = f"/usr/lib/python3/{packages}/verify/__init__.py"
+    monkeypatch.setitem(sys.modules, "verify", other)
+    assert "another distribution owns `verify`: uninstall it" in str(wrong_package())
+
+
 @pytest.mark.parametrize("name", ["verify", "op_registry"])
 def test_python_m_beside_a_users_file(name: str, tmp_path: Path, repository: Path) -> None:
     (tmp_path / f"{name}.py").write_text("raise RuntimeError('this is mine')\n")

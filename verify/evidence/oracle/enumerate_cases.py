@@ -90,13 +90,14 @@ def bases(runner: OperatorRunner) -> list[Base]:
         if not found:
             _raise_unusable(runner)
         return found
-    style, inputs = first_inputs(runner)
-    signature = runner.prepare(inputs).signature
-    return [
-        Base(inputs, signature, leaders_of(signature), signature.linear, style),
-        *_of_other_dims(runner, inputs, style),
-        *_of_other_flags(runner, inputs, style),
-    ]
+    style, drawn = first_inputs(runner)
+    found = []
+    for inputs in drawn:
+        signature = runner.prepare(inputs).signature
+        found.append(Base(inputs, signature, leaders_of(signature), signature.linear, style))
+    for inputs in drawn:
+        found += [*_of_other_dims(runner, inputs, style), *_of_other_flags(runner, inputs, style)]
+    return found
 
 
 def _of_other_dims(runner: OperatorRunner, inputs: Inputs, style: Style) -> Iterator[Base]:

@@ -142,7 +142,7 @@ def unusable(spec: OperatorSpec, problem: Unusable) -> Finding:
     help = None
     if problem.refuted:
         help = "the operator runs when all sizes are equal: two identifiers of the annotation should be one"
-    elif problem.code in ("annotation_does_not_fit", "uninformative"):
+    elif problem.code in ("annotation_does_not_fit", "uninformative", "claim_not_tested"):
         help = "register_op(..., sample_inputs=lambda: dict(...)) gives inputs on which the operator runs"
     return Finding(problem.code, str(problem), spec.where, help=help)
 

@@ -21,6 +21,7 @@ from op_registry.call import dtype_name
 from op_registry.numbers_in_user_code import numbers_in
 from op_registry.spec import OperatorSpec
 
+from nnscaler.error_text import in_one_line
 from nnscaler.runtime.tensor_difference import TensorDifference, difference, family_scale
 from verify.evidence.inputs.concrete_call import ConcreteCall, function_of
 from verify.operators.audit.backward_culprit import Blame, find_wrong
@@ -41,7 +42,7 @@ from verify.operators.audit.central_differences import (
     with_gradients,
 )
 from verify.operators.audit.handwritten_backward import Deviation, Handwritten, deviation, handwritten, plain
-from verify.operators.audit.watched_run import Probed, one_line, shapes_of, tensor_names
+from verify.operators.audit.watched_run import Probed, shapes_of, tensor_names
 from verify.results.finding import Finding
 from verify.results.report import Check
 from verify.results.verdict import Verdict
@@ -80,7 +81,7 @@ def check_derivative(spec: OperatorSpec, concrete: ConcreteCall, seed: int, *, a
         try:
             found = handwritten(spec, concrete, run)
         except Exception as error:  # noqa: BLE001 - whatever the operator raises is the answer
-            return _open(f"it raises {one_line(error)}", started)
+            return _open(f"it raises {in_one_line(error, 200)}", started)
         if not found and not always:
             return Probed()
         names = tensor_names(spec, concrete.call, run)
@@ -205,7 +206,7 @@ def _open(reason: str, started: float, count: int = 0) -> Probed:
 def _why_open(subject: _Differentiated, surveyed: Survey, undecided: Sequence[int]) -> str:
     if not surveyed.points:
         if surveyed.error is not None:
-            return f"near the given inputs it raises {one_line(surveyed.error)}"
+            return f"near the given inputs it raises {in_one_line(surveyed.error, 200)}"
         return "near the given inputs its outputs are not finite"
     names = ", ".join(f"`{subject.names[i]}`" for i in undecided)
     return f"along {names}, difference quotients depend on the step: kinks, jumps or rounding at every point tried"

@@ -12,8 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nnscaler.error_text import in_one_line
 from verify.evidence.inputs.concrete_call import ConcreteCall
-from verify.operators.audit.watched_run import BackwardRaised, Facts, Watched, apart_in_float64, one_line, watch
+from verify.operators.audit.watched_run import BackwardRaised, Facts, Watched, apart_in_float64, watch
 
 BOUND = 1e-8  # relative; another kernel may run on other strides
 
@@ -59,7 +60,7 @@ def depends_on_layout(
             facts = apart_in_float64(one, other, names, BOUND, first.gradients)
         except Exception as error:  # noqa: BLE001 - refusing such inputs is no wrong result
             where = "in its backward " if isinstance(error, BackwardRaised) else ""
-            raised = raised or (where, one_line(error.error if isinstance(error, BackwardRaised) else error))
+            raised = raised or (where, in_one_line(error.error if isinstance(error, BackwardRaised) else error, 200))
             continue
         runs += 1
         if facts:

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from op_registry.spec import OperatorSpec
 
+from nnscaler.error_text import in_one_line
 from verify.evidence.inputs import random_state
 from verify.evidence.inputs.concrete_call import ConcreteCall, function_of
 from verify.evidence.oracle.run_whole_operator import as_leaves
@@ -47,7 +48,6 @@ from verify.operators.audit.watched_run import (
     Probed,
     Watched,
     apart,
-    one_line,
     shapes_of,
     tensor_names,
     watch,
@@ -118,7 +118,7 @@ def audit(
         try:
             _probe(subject, strides)
         except Exception as error:  # noqa: BLE001 - whatever the operator raises is the answer
-            reason = one_line(error.error if isinstance(error, BackwardRaised) else error)
+            reason = in_one_line(error.error if isinstance(error, BackwardRaised) else error, 200)
     seconds = time.perf_counter() - started
     refuted = sum(f.code != ASKS_RANKS for f in subject.findings)
     open_ = bool(reason) or len(subject.findings) > refuted
@@ -158,7 +158,7 @@ def _without_gradients(subject: _Audit) -> Watched | None:
     try:
         found = watch_forward(subject.function, subject.concrete)
     except Exception as error:  # noqa: BLE001 - an operator may need gradients to be recorded
-        subject.notes.append(f"`{subject.spec.name}` raises when no gradients are recorded: {one_line(error)}")
+        subject.notes.append(f"`{subject.spec.name}` raises when no gradients are recorded: {in_one_line(error, 200)}")
         return None
     subject.count += 1
     _changed(subject, found.changes)
@@ -204,7 +204,7 @@ def _repeats(subject: _Audit, first: Watched, moved: list[str]) -> None:
     try:
         other = subject.run(subject.seed + 1)
     except Exception as error:  # noqa: BLE001 - it ran before
-        subject.find("not_repeatable", f"`{name}` raises when it runs again", {"error": one_line(error)})
+        subject.find("not_repeatable", f"`{name}` raises when it runs again", {"error": in_one_line(error, 200)})
         return
     found = _apart(subject, first, other)
     facts = {"runs": "the same inputs twice, global generators seeded differently", **found}
@@ -275,7 +275,7 @@ def _depends_on_rank(subject: _Audit, first: Watched, asked: str) -> None:
             other = subject.run(subject.seed)
     except Exception as error:  # noqa: BLE001 - it ran as the only rank
         message = f"`{name}` raises where the environment says that there are two ranks"
-        subject.find("not_repeatable", message, {"error": one_line(error)})
+        subject.find("not_repeatable", message, {"error": in_one_line(error, 200)})
         return
     facts = _apart(subject, first, other, ROUNDING)
     if facts:
@@ -365,7 +365,7 @@ def _dtypes(subject: _Audit) -> None:
     except Exception as error:  # noqa: BLE001 - not every operator has float32 kernels for its inputs
         if len(found) == 1:  # that is loud, and says nothing of shards: programs run under one default dtype
             name = subject.spec.name
-            subject.notes.append(f"`{name}` raises when torch's default dtype is float64: {one_line(error)}")
+            subject.notes.append(f"`{name}` raises when torch's default dtype is float64: {in_one_line(error, 200)}")
         return
     finally:
         torch.set_default_dtype(kept)

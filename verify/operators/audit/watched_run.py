@@ -14,7 +14,6 @@ from torch import Tensor
 from op_registry.call import Call, TensorArgument
 from op_registry.spec import OperatorSpec
 
-from nnscaler.error_text import in_one_line
 from nnscaler.runtime.tensor_bits import same_values
 from nnscaler.runtime.tensor_difference import difference, family_scale
 from nnscaler.runtime.training.autocast import AskedDtypes
@@ -234,11 +233,6 @@ def tensor_names(spec: OperatorSpec, call: Call, function: Callable[..., Any]) -
 def shapes_of(tensors: tuple[Tensor, ...]) -> str:
     """Return the shapes as findings show them."""
     return ", ".join(str(tuple(t.shape)) for t in tensors)
-
-
-def one_line(error: BaseException) -> str:
-    """Return an error as one short line."""
-    return in_one_line(error, 200)
 
 
 def _parameters(function: Callable[..., Any]) -> list[str]:

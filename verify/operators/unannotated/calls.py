@@ -19,6 +19,7 @@ from op_registry.registry import default_registry
 from op_registry.spec import OperatorSpec, SchemaParameter
 
 from nnscaler.ir.graph import Graph, Operation, Slot
+from nnscaler.is_user_file import from_package_on
 from nnscaler.model_file import shown_path
 from nnscaler.tracing import Traced
 from nnscaler.tracing.export.custom_gradients import OpaqueFunction
@@ -124,10 +125,7 @@ def _where(operation: Operation) -> str:
 
 def shown(file: str) -> str:
     """Return the path, relative to the current folder where it is inside; an installed one from its package on."""
-    path = Path(file)
-    if "site-packages" in path.parts:
-        return str(Path(*path.parts[path.parts.index("site-packages") + 1 :]))
-    return shown_path(path)
+    return from_package_on(file) or shown_path(Path(file))
 
 
 def _missing(traced: Traced, calls: Sequence[Operation], reached: Collection[str]) -> Missing:

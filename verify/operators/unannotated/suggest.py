@@ -17,7 +17,7 @@ from op_registry.call import Call, DType, TensorArgument
 from op_registry.spec import AnnotationFunction, OperatorSpec
 from op_registry.torch_schema import SchemaError, infer_schema
 
-from nnscaler.error_text import first_line
+from nnscaler.error_text import first_line, in_one_line
 from nnscaler.errors import AnnotationError, NnscalerError
 from nnscaler.is_user_file import is_installed
 from verify.evidence.inputs.concrete_call import function_of
@@ -79,7 +79,7 @@ def _advise(spec: OperatorSpec, forms: Sequence[Form]) -> Advice:
             raised = first_line(error.message)
         except Exception as error:  # noqa: BLE001 - the operator may raise anything on inputs of our choice
             found.append([])
-            raised = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            raised = in_one_line(error)
     own = all(form.own for form in forms)
     common = _common(spec, forms, found)
     if common is not None:
