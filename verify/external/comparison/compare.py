@@ -121,6 +121,8 @@ def _gradients(run: ProgramRun, last: int) -> ComparisonResult:
         read = _read(run.records, seen)
         for record in run.records:
             for piece in _compared(record, "parameter"):
+                if piece.local in record.steps[number].replaced:
+                    continue  # what its copies get is compared, or said not to be
                 if piece.local in record.steps[number].unread and read.issuperset(piece.names):
                     name = name if _is_read(piece, seen) else LATE
                     continue  # another rank makes its update, or that of a copy is made
@@ -132,8 +134,8 @@ def _gradients(run: ProgramRun, last: int) -> ComparisonResult:
                     reduced, gap_after = _gradient(run, number, record, piece, after, scale)
                     if reduced is None or reduced.cause.kind not in VAGUE:
                         one, gap, name = reduced, gap_after, LATE
-                unread = piece.local in record.steps[number].unread and read.isdisjoint(piece.names)
-                if one is not None and value is not None and unread:
+                nowhere_read = piece.local in record.steps[number].unread and read.isdisjoint(piece.names)
+                if one is not None and value is not None and nowhere_read:
                     one = Difference(
                         "not_compared", piece.name, record.rank, number, Verdict.INCONCLUSIVE, actual=_UNREAD
                     )
