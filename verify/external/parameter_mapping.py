@@ -197,11 +197,11 @@ class Lookup:
         return addresses, float(sure.double().mean())
 
     def runs(self, values: Tensor) -> tuple[range, ...]:
-        """Return where values stand in the parameters one after the other: all, or those up to the end of a tensor, with
-        padding behind; nothing where that is nowhere, or in several places.
+        """Return where values stand in the parameters one after the other: all, or up to the end of a tensor, with
+        zeros of padding behind; nothing where that is nowhere, or begins in several places. The shortest run is first.
 
-        Several runs begin alike. The zeros at the end of [1, 2, 0, 0] behind a tensor [1, 2] are padding, or elements of
-        the tensor after it that are zeros, too.
+        A worked example of two: the zeros at the end of [1, 2, 0, 0] are padding of a tensor [1, 2], or elements of the
+        tensor behind it, a bias that starts at zeros.
         """
         wanted, whole = values.reshape(-1).double(), taken(self.start, self.space.parameters)
         anchors = wanted.nonzero().flatten()

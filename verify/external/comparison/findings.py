@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from nnscaler.errors import few
+from verify.external.comparison.compare import LATE
 from verify.external.comparison.comparison_records import ComparisonResult, Difference, ProgramRun
 from verify.programs.causes.wrong_tensor import VAGUE, Cause
 from verify.results.finding import Finding
@@ -24,7 +25,9 @@ def findings(run: ProgramRun, compared: Sequence[ComparisonResult], every_gradie
         for one in result.differences:
             factor = f"{one.cause.factor:.3g}"
             groups.setdefault((one.code, one.cause.kind, one.cause.axis, factor), []).append(one)
-    agreed = every_gradient and not any(code == "not_compared" for code, *_ in groups)
+    gradients = [result for result in compared if result.name in ("gradients", LATE)]
+    missing = any(not r.count or any(d.code == "not_compared" for d in r.differences) for r in gradients)
+    agreed = every_gradient and not missing
     found = [_finding(run, group, _AGREED if agreed else _NOT_ALL) for group in groups.values()]
     codes = list(dict.fromkeys(finding.code for finding in found))
     return tuple(sorted(found, key=lambda f: (codes.index(f.code), f.counter_example["cause"] in VAGUE)))

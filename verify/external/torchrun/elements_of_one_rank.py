@@ -133,8 +133,9 @@ def _stands(start: Tensor, name: str, lookup: Lookup) -> bool:
 def _among_neighbours(
     found: dict[str, Addresses | None], start: Mapping[str, Tensor], lookup: Lookup
 ) -> dict[str, Addresses | None]:
-    """Place whole tensors whose values stand in several places: a bias of zeros between two weights, in the order of the
-    optimizer, is the one tensor there that has these values. Shards stay as they are: zeros may be a part of any."""
+    """Place whole tensors whose values stand in several places: a bias of zeros between two weights, in the order of
+    the optimizer, is the one tensor there that has these values. Beside shards nothing is placed: zeros may be a part
+    of any tensor."""
     wholes = {name: lookup.space.whole(name) for name in lookup.space.names if lookup.space.shapes[name].numel()}
     known = [place for place in found.values() if place is not None]
     if not known or any(isinstance(place, Tensor) or place not in wholes.values() for place in known):

@@ -105,7 +105,10 @@ def left_open(
         check = Check("other buffers after steps", Verdict.INCONCLUSIVE, 0, detail="not found on one rank")
         yield check, Finding("not_compared", message, help=help)
     if unplaced:
-        message = f"{few(unplaced)} cannot be found on one rank: the gradients that they get are not compared"
+        message = (
+            f"{few(unplaced)} cannot be found on one rank, or not to the last element: the gradients that optimizers "
+            "get for what is not found are not compared"
+        )
         help = (
             "an optimizer such as Adam hides a factor of them: start them alike on all ranks, from other values than 0"
         )

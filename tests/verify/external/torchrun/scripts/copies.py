@@ -1,7 +1,8 @@
 """An optimizer over copies of parameters, of which biases start at zeros. Copies get averages of gradients.
 
 --groups: weights first, then biases. --padded: each copy is flat, and two elements longer. --broken: "divide" does not
-divide the sum of gradients, which Adam hides in its updates. On one rank it is a plain optimizer over the parameters.
+divide the sum of gradients, which Adam hides in its updates; "biases" does not divide that of biases. On one rank it
+is a plain optimizer over the parameters.
 """
 
 import argparse
@@ -39,7 +40,7 @@ for _ in range(3):
     for parameter, copy in zip(parameters, copies, strict=True) if world > 1 else ():
         copy.grad = copied(parameter.grad)
         dist.all_reduce(copy.grad)
-        if args.broken != "divide":
+        if args.broken != "divide" and (args.broken != "biases" or parameter.dim() > 1):
             copy.grad /= world
     optimizer.step()
     for parameter, copy in zip(parameters, copies, strict=True):
