@@ -21,11 +21,13 @@ class FilledIn:
     unplaced  those of which some elements have no place there: what they get is not compared
     replaced  parameters whose gradient no optimizer of the ranks reads, and that is not compared: their copies' is, as
               far as these have places
+    unheld    those of the run on one rank of which ranks have not all elements: they are left out
     """
 
     places: Mapping[tuple[int, str], Addresses] = field(default_factory=dict)
     unplaced: tuple[str, ...] = ()
     replaced: frozenset[str] = frozenset()
+    unheld: frozenset[str] = frozenset()
 
     @property
     def any(self) -> bool:
@@ -61,12 +63,13 @@ def filled_in(records: Sequence[ScriptRecord], one: ScriptRecord) -> FilledIn:
                 unplaced[name] = None
             else:
                 places[record.rank, name] = found
-    unplaced |= dict.fromkeys(_uncovered(places.values(), space) if own else ())
-    if own:  # the run on one rank has gradients for all of its copies, or for none
+    unheld = _uncovered(places.values(), space) if own else ()
+    if own:
         first = sum(torch.Size(held.whole).numel() for held in one.held if not held.filled)
-        places = {} if unplaced else {key: _moved(found, first) for key, found in places.items()}
+        places = _without(unheld, places, space, first)
+        unplaced |= dict.fromkeys(unheld)
     unread = frozenset.intersection(*(record.steps[-1].unread for record in records))
-    return FilledIn(places, tuple(unplaced), unread if unplaced or own else frozenset())
+    return FilledIn(places, tuple(unplaced), unread if unplaced or own else frozenset(), frozenset(unheld))
 
 
 Runs = Mapping[tuple[int, str], range | None]
@@ -102,8 +105,20 @@ def _uncovered(places: Iterable[Addresses], space: StateMap) -> tuple[str, ...]:
     return tuple(name for name in space.names if not bool(taken(covered, space.whole(name)).all()))
 
 
-def _moved(found: Addresses, by: int) -> Addresses:
-    return found + by if isinstance(found, Tensor) else range(found.start + by, found.stop + by)
+def _without(
+    unheld: Sequence[str], places: Mapping[tuple[int, str], Addresses], space: StateMap, first: int
+) -> dict[tuple[int, str], Addresses]:
+    """Return the places of what has no elements of these tensors, where the others lie from address `first` on."""
+    moved, found, end = torch.zeros(space.size, dtype=torch.long), dict[tuple[int, str], Addresses](), first
+    for name in space.names:
+        whole = space.whole(name)
+        moved[whole.start : whole.stop] = end - whole.start
+        end += 0 if name in unheld else len(whole)
+    for key, place in places.items():
+        if set(unheld).isdisjoint(space.names_at(place)):
+            by = int(moved[place[0]])  # no tensor is left out in the middle of a run
+            found[key] = place + moved[place] if isinstance(place, Tensor) else range(place.start + by, place.stop + by)
+    return found
 
 
 def _places_of(record: ScriptRecord, lookup: Lookup, runs: Runs) -> dict[str, Addresses | None]:
@@ -182,7 +197,7 @@ def _space(every: Sequence[HeldInScript]) -> StateMap:
 def space_of(record: ScriptRecord, filled: FilledIn = NONE_FILLED) -> StateMap:
     """Lay out the parameters and buffers of a run on one rank: buffers behind the parameters, and at last copies of
     these whose gradients are filled in, if they are compared."""
-    held = [one for one in record.held if filled.places or not one.filled]
+    held = [one for one in record.held if not one.filled or (filled.places and one.name not in filled.unheld)]
     return _space(sorted(held, key=lambda one: (one.filled, one.kind == "buffer")))
 
 

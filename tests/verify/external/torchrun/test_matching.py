@@ -264,6 +264,29 @@ def test_zeros_at_the_end_of_a_shard_are_no_elements_where_others_may_have_them(
     assert placed([[1, 2], [0, 0, 0], [4]], [[1, 2, 0]], [[4, 0, 0]]) == ([[(0, 2)], [(5, 6)]], {"c0"})
 
 
+def filled_record(rank: int, **start: list[float]) -> ScriptRecord:
+    """Return the record of a rank that fills in the gradients of all but `w`."""
+    made = record(rank, start={name: torch.tensor(values, dtype=torch.float64) for name, values in start.items()})
+    step = replace(made.steps[0], unread=frozenset({"w"}))
+    return replace(made, held=tuple(replace(h, filled=h.name != "w") for h in made.held), steps=(step,))
+
+
+def test_copies_that_ranks_have_no_elements_of_are_left_out_and_others_compared() -> None:
+    one = filled_record(0, w=[1, 2, 3, 4], a=[1, 2], b=[0, 0, 0], c=[3, 4])
+    ranks = [filled_record(0, w=[1, 2, 3, 4], a=[1], b=[0, 0], c=[3, 4])]
+    ranks += [filled_record(1, w=[1, 2, 3, 4], a=[2], b=[0, 0], c=[3, 4])]
+    filled = filled_in(ranks, one)
+    assert (set(filled.unplaced), filled.replaced, filled.unheld) == ({"b"}, {"w"}, {"b"})
+    reference = reference_of([one], 1, filled)
+    assert reference.space.names == ("w", "a", "c")
+    assert reference.steps[0].gradients.tolist()[4:] == [1, 2, 3, 4]
+    assert bool(reference.steps[0].gradients[:4].isnan().all())
+    for number, found in enumerate(rank_records(ranks, Layout((0, 1)), reference, [one], filled)):
+        pieces = {p.local: p.take(reference.steps[0].gradients).tolist() for p in found.pieces if p.local != "w"}
+        assert pieces == {"a": [1 + number], "c": [3, 4]}
+        assert found.steps[0].replaced == {"w"} and "w" not in found.steps[0].gradients
+
+
 # Values that are exchanged, and devices.
 
 
