@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from nnscaler.errors import NnscalerError, few
 from nnscaler.runtime.nested_values import tensors_in
 from nnscaler.tracing.export.module_copies import copied_with_hooks
-from verify.external.parameter_mapping import Lookup, RankPiece, local_value, match, run_of, taken
+from verify.external.parameter_mapping import Lookup, RankPiece, local_value, match
 from verify.external.program import Batch, ExternalProgram
 from verify.external.ranks.call_sites import in_phase
 from verify.external.ranks.torch_private_trace import watch_redistributions
@@ -46,6 +46,7 @@ class ObservedStep:
     norm        of the gradients, where they were clipped
     late        gradients after the optimizer's update, as far as it made them others: it may average them itself
     unread      parameters whose gradient no optimizer of this rank reads
+    replaced    those of them in whose place optimizers hold copies: their gradients are left out, and not compared
     """
 
     loss: Tensor | None
@@ -54,6 +55,7 @@ class ObservedStep:
     norm: Tensor | None = None
     late: Mapping[str, Tensor] = field(default_factory=dict)
     unread: frozenset[str] = frozenset()
+    replaced: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -216,12 +218,12 @@ def _copies_of(optimizer: torch.optim.Optimizer, known: Sequence[Tensor]) -> dic
 
 
 def _placed_copies(copies: Mapping[str, Tensor], lookup: Lookup, known: Sequence[RankPiece]) -> tuple[RankPiece, ...]:
-    """Return a piece for each tensor that stands somewhere in the model's parameters as they begin, laid end to end."""
+    """Return a piece for each tensor that stands in one place in the model's parameters as they begin, end to end."""
     found = [piece for piece in known if piece.local in copies]
     for name, tensor in () if known else copies.items():
         values = local_value(tensor)
-        places = run_of(values, taken(lookup.start, lookup.space.parameters))
-        if places is not None:
+        if len(runs := lookup.runs(values)) == 1:
+            (places,) = runs
             names, began = lookup.space.names_at(places), float(values.double().sum())
             found.append(RankPiece(name, "parameter", (len(places),), names, places, "value", "plain", False, began))
     return tuple(found)

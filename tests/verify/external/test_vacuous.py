@@ -23,6 +23,7 @@ from verify.external.verify import verify_program
 from verify.external.verify_on_levels import verify_levels
 from verify.results.report import Report
 from verify.results.verdict import Verdict
+from verify.self_test.external.sharded_data_parallel import FlatShard, FlatShards
 
 DDP = program(programs.replicated, dp=2)
 SHARDED = program(programs.fully_sharded, dp=2)
@@ -203,3 +204,19 @@ def test_gradients_that_no_optimizer_is_known_to_read_decide_nothing() -> None:
     report = verified(replace(program(programs.unreduced, dp=2), optimizer=ByItself))
     assert codes(report) == (Verdict.INCONCLUSIVE, {"not_compared"})
     assert "no rank's optimizer holds parameters whose gradients differ" in report.findings[0].message
+
+
+def _half_known(model: Any) -> Any:
+    """Return the optimizer of a rank, a shard that begins with other values than the model's on rank 1."""
+    made = FlatShards()(model)
+    if isinstance(made, FlatShard) and dist.get_rank() == 1:
+        made.shard += 1.0
+    return made
+
+
+def test_a_gradient_is_read_where_all_of_its_elements_are() -> None:
+    """The shard of rank 0 ends within `down.weight`: the rest of that has no shard that is known, nor have others."""
+    report = verified(replace(program(programs.unreduced, dp=2), optimizer=_half_known))
+    (finding,) = (finding for finding in report.findings if finding.code == "not_compared")
+    assert finding.counter_example["tensors"] == "down.bias, down.weight, head.bias, head.weight"
+    assert not any(finding.code.startswith("gradient") for finding in report.findings), report.findings

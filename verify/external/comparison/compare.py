@@ -17,7 +17,7 @@ from verify.external.comparison.losses_and_norms import compare_losses, compare_
 from verify.external.comparison.micro_batch_reference import MEAN_OF_MEANS, cause_by_micro_batches
 from verify.external.comparison.shared_elements import WrongGradient
 from verify.external.observe_rank_run import ObservedStep, RankRecord
-from verify.external.parameter_mapping import RankPiece, taken
+from verify.external.parameter_mapping import RankPiece, addresses_as_tensor, taken
 from verify.external.reference import PlainReference, data_part
 from verify.programs.causes.find_cause_of_wrong_tensor import cause_of
 from verify.programs.causes.wrong_tensor import VAGUE, Cause, WrongTensor
@@ -118,10 +118,13 @@ def _gradients(run: ProgramRun, last: int) -> ComparisonResult:
     for number, step in enumerate(run.reference.steps[: last + 1]):
         scale = run.reference.space.family_scale("gradient", step.gradients)
         seen = [record.steps[number] for record in run.records]
-        read = _read(run.records, seen)
+        read = _read(run, seen)
         for record in run.records:
             for piece in _compared(record, "parameter"):
-                if piece.local in record.steps[number].unread and read.issuperset(piece.names):
+                if piece.local in record.steps[number].replaced:
+                    continue  # what its copies get is compared, or said not to be
+                unread = piece.local in record.steps[number].unread
+                if unread and piece.addresses is not None and bool(taken(read, piece.addresses).all()):
                     name = name if _is_read(piece, seen) else LATE
                     continue  # another rank makes its update, or that of a copy is made
                 count += 1
@@ -132,7 +135,6 @@ def _gradients(run: ProgramRun, last: int) -> ComparisonResult:
                     reduced, gap_after = _gradient(run, number, record, piece, after, scale)
                     if reduced is None or reduced.cause.kind not in VAGUE:
                         one, gap, name = reduced, gap_after, LATE
-                unread = piece.local in record.steps[number].unread and read.isdisjoint(piece.names)
                 if one is not None and value is not None and unread:
                     one = Difference(
                         "not_compared", piece.name, record.rank, number, Verdict.INCONCLUSIVE, actual=_UNREAD
@@ -151,10 +153,14 @@ _UNREAD = (
 )
 
 
-def _read(records: Sequence[RankRecord], seen: Sequence[ObservedStep]) -> frozenset[str]:
-    """Return the tensors of the model of which some rank's optimizer has elements."""
-    pieces = ((piece, step) for record, step in zip(records, seen, strict=True) for piece in record.pieces)
-    return frozenset(n for p, step in pieces if p.local in step.gradients.keys() - step.unread for n in p.names)
+def _read(run: ProgramRun, seen: Sequence[ObservedStep]) -> Tensor:
+    """Return which elements of the model some rank's optimizer has."""
+    read = torch.zeros(run.reference.space.size, dtype=torch.bool)
+    for record, step in zip(run.records, seen, strict=True):
+        for piece in record.pieces:
+            if piece.addresses is not None and piece.local in step.gradients.keys() - step.unread:
+                read[addresses_as_tensor(piece.addresses)] = True
+    return read
 
 
 def _is_read(piece: RankPiece, seen: Sequence[ObservedStep]) -> bool:

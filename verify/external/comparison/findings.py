@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from nnscaler.errors import few
+from verify.external.comparison.compare import LATE
 from verify.external.comparison.comparison_records import ComparisonResult, Difference, ProgramRun
 from verify.programs.causes.wrong_tensor import VAGUE, Cause
 from verify.results.finding import Finding
@@ -14,18 +15,25 @@ from verify.results.verdict import Verdict
 _SHOWN = 4  # names in one sentence
 
 
-def findings(run: ProgramRun, compared: Sequence[ComparisonResult]) -> tuple[Finding, ...]:
-    """Return one finding for each group of differences that are alike: of one code, first those with a cause."""
+def findings(run: ProgramRun, compared: Sequence[ComparisonResult], every_gradient: bool = True) -> tuple[Finding, ...]:
+    """Return one finding for each group of differences that are alike: of one code, first those with a cause.
+
+    `every_gradient`: those that optimizers read are among what was compared.
+    """
     groups: dict[tuple[str, str, str, str], list[Difference]] = {}
     for result in compared:
         for one in result.differences:
             factor = f"{one.cause.factor:.3g}"
             groups.setdefault((one.code, one.cause.kind, one.cause.axis, factor), []).append(one)
-    found = [_finding(run, group) for group in groups.values()]
+    gradients = [result for result in compared if result.name in ("gradients", LATE)]
+    missing = any(not r.count or any(d.code == "not_compared" for d in r.differences) for r in gradients)
+    agreed = every_gradient and not missing
+    found = [_finding(run, group, _AGREED if agreed else _NOT_ALL) for group in groups.values()]
     codes = list(dict.fromkeys(finding.code for finding in found))
     return tuple(sorted(found, key=lambda f: (codes.index(f.code), f.counter_example["cause"] in VAGUE)))
 
 
+_AGREED, _NOT_ALL = "although gradients agree", "and not all gradients could be compared"
 _SENTENCES: Mapping[str, str] = {
     "loss_differs": "the loss is not the model's",
     "loss_missing": "no rank returns a loss, so that none can be compared",
@@ -34,7 +42,7 @@ _SENTENCES: Mapping[str, str] = {
     "gradient_extra": "the program has a gradient for {name}, and the model has none",
     "not_finite": "the gradient of {name} has NaN or infinity where the model's has not",
     "gradient_norm_differs": "the norm of all gradients is not the model's",
-    "parameter_differs": "{name} is not the model's after step {step}, although gradients agree",
+    "parameter_differs": "{name} is not the model's after step {step}, {gradients}",
     "buffer_differs": "the buffer {name} is not the model's after step {step}",
     "parameter_not_held": "no rank holds {actual} of {name}",
     "parameter_unmatched": "{name} of the program cannot be matched with a parameter of the model",
@@ -43,13 +51,15 @@ _SENTENCES: Mapping[str, str] = {
 }
 
 
-def _finding(run: ProgramRun, group: Sequence[Difference]) -> Finding:
+def _finding(run: ProgramRun, group: Sequence[Difference], gradients: str) -> Finding:
     undecided = [d for d in group if d.verdict is not Verdict.REFUTED]
     worst = max(group, key=lambda d: (d.verdict is Verdict.REFUTED, d.relative))
     names, ranks = sorted({d.name for d in group}), sorted({d.rank for d in group if d.rank >= 0})
     cause = _common([d.cause for d in group])
     code = "near_threshold" if len(undecided) == len(group) and worst.relative else worst.code
-    sentence = _SENTENCES[worst.code].format(name=_listed(names), step=worst.step, actual=worst.actual)
+    sentence = _SENTENCES[worst.code].format(
+        name=_listed(names), step=worst.step, actual=worst.actual, gradients=gradients
+    )
     if ranks:
         sentence += f", on {'rank' if len(ranks) == 1 else 'ranks'} {_ranges(ranks)}"
     example = {"step": str(worst.step), "rank": str(worst.rank)} if worst.rank >= 0 else {}

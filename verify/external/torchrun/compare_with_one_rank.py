@@ -12,7 +12,7 @@ from torch import Tensor
 from nnscaler.error_text import first_line
 from nnscaler.runtime.tensor_bits import distance_of_copies, same_bits
 from nnscaler.runtime.tensor_difference import FLOAT64_BOUND, difference, is_finite, is_whole
-from verify.external.comparison.compare import compare
+from verify.external.comparison.compare import LATE, compare
 from verify.external.comparison.comparison_records import ComparisonResult, Difference, PartGradients, ProgramRun
 from verify.external.comparison.findings import findings
 from verify.external.comparison.reference_rounding_noise import DRAWS, HALF, UNKNOWN, largest_distances
@@ -40,7 +40,7 @@ from verify.programs.low_precision.noise import moved
 from verify.results.finding import Finding
 from verify.results.report import Check
 from verify.results.tolerance import AGREES, Key, Tolerance
-from verify.results.verdict import Verdict
+from verify.results.verdict import Verdict, merge
 
 _ROUNDING = 1e-3  # a relative difference in float64 that an ill-conditioned model may make
 WAYS: tuple[Way, ...] = ("own", "whole", "turns", "part")
@@ -138,8 +138,7 @@ def judge(
     unseen = frozenset(name for record in records for name in record.unseen)
     if chosen.agrees:
         idle = idle_at_start(runner, chosen.run.reference, chosen.material, double, chosen.way, filled=chosen.filled)
-        limited = any(record.measured or any(step.clipped for step in record.steps) for record in records)
-        judged = _judged(chosen, tuple(reasons), None, unseen, idle, chosen.filled.unplaced if limited else ())
+        judged = _judged(chosen, tuple(reasons), None, unseen, idle)
         if judged.passes and any(record.dropped for record in records):
             checks, found = _with_dropout(runner, chosen.run, layout, double)
             judged = replace(judged, checks=judged.checks + checks, findings=judged.findings + found)
@@ -271,13 +270,18 @@ def _judged(
     doubt: str | None,
     unseen: frozenset[str],
     idle: Sequence[str],
-    scaled: Sequence[str] = (),
 ) -> Judged:
     double = chosen.run.reference.dtype == torch.float64
     level = Verdict.TESTED_EXACT if double else Verdict.TESTED_CALIBRATED
     compared = tuple(result for result in chosen.compared if result.name != "gradient norm" or result.count)
     checks = [result.check(level) for result in compared]
-    found = list(findings(chosen.run, compared))
+    unplaced = chosen.filled.unplaced
+    if unplaced:  # some were not compared, whatever the others are
+        checks = [
+            replace(c, verdict=merge([c.verdict, Verdict.INCONCLUSIVE])) if c.name in ("gradients", LATE) else c
+            for c in checks
+        ]
+    found = list(findings(chosen.run, compared, every_gradient=not unplaced))
     if not any(check.verdict is Verdict.REFUTED for check in checks):
         replicas = compare_replicas(chosen.run.records)
         checks += [replicas.check(Verdict.TESTED_EXACT)] if replicas.count else []
@@ -286,7 +290,7 @@ def _judged(
         checks = [replace(c, verdict=Verdict.INCONCLUSIVE, refuted=0) if c.refuted else c for c in checks]
         found = [replace(f, code="near_threshold", cause=f"{f.cause + '; ' if f.cause else ''}{doubt}") for f in found]
     mixed = next((one for one in reasons if one.way == "own" and one.mismatch == "mixed_rows"), None)
-    for check, finding in left_open(chosen.run, unseen, idle, mixed if chosen.agrees else None, scaled):
+    for check, finding in left_open(chosen.run, unseen, idle, mixed if chosen.agrees else None, unplaced):
         checks.append(check)
         found.append(finding)
     return Judged(chosen, reasons, tuple(checks), tuple(found))

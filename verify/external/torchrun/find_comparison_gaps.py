@@ -90,10 +90,10 @@ def _of_several_sizes(records: Sequence[ScriptRecord], layout: Layout) -> bool:
 
 
 def left_open(
-    run: ProgramRun, unseen: frozenset[str], idle: Sequence[str], mixed: NoReference | None, scaled: Sequence[str]
+    run: ProgramRun, unseen: frozenset[str], idle: Sequence[str], mixed: NoReference | None, unplaced: Sequence[str]
 ) -> Iterator[tuple[Check, Finding]]:
     """Yield what is open: `unseen` and other buffers that one rank lacks, parameters whose gradient is `idle`, rows
-    that are `mixed` up, and tensors with no place on one rank whose gradients are `scaled`."""
+    that are `mixed` up, and `unplaced` tensors whose gradients are filled in."""
     if mixed is not None:
         help = "let every rank take its rows of all tensors of one batch; where others are meant: a check file"
         check = Check("rows that belong together", Verdict.INCONCLUSIVE, 0, detail="the ranks take in others")
@@ -104,9 +104,10 @@ def left_open(
         help = "start it alike on all ranks; hold several that look alike in one module, where each has a name"
         check = Check("other buffers after steps", Verdict.INCONCLUSIVE, 0, detail="not found on one rank")
         yield check, Finding("not_compared", message, help=help)
-    if scaled:
+    if unplaced:
         message = (
-            f"{few(scaled)} cannot be found on one rank: their gradients, which the script limits, are not compared"
+            f"{few(unplaced)} cannot be found on one rank, or not to the last element: the gradients that optimizers "
+            "get for what is not found are not compared"
         )
         help = (
             "an optimizer such as Adam hides a factor of them: start them alike on all ranks, from other values than 0"

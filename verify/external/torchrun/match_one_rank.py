@@ -181,7 +181,8 @@ def reference_of(records: Sequence[ScriptRecord], steps: int, filled: FilledIn =
         parts = tuple(losses) if len(losses) > 1 else ()
         states = [space.flat(s.state) for s in seen]
         statistics = tuple((state,) for state in states) if len(states) > 1 else ()
-        gradients, norm = space.flat(_without(seen[0].gradients, filled.unread)), seen[0].norm
+        gradients = space.flat(_without(seen[0].gradients, filled.replaced & seen[0].unread))
+        norm = seen[0].norm
         unit = max(s.loss_unit for s in seen)
         rows.append(ReferenceStep(mean, parts, gradients, states[0], norm, statistics, unit))
     return PlainReference(space, dict(first.start), tuple(rows), 0.0, first.dtype, None)
@@ -242,7 +243,7 @@ def rank_records(
         steps = tuple(
             ObservedStep(
                 torch.stack(seen.losses).sum() if seen.losses else None,
-                _cut(_without(seen.gradients, filled.unread), record.rank, filled),
+                _cut(_without(seen.gradients, filled.replaced), record.rank, filled),
                 # what another rank updates arrives after the step, and the script may have been stopped before
                 _cut(
                     {n: v for n, v in seen.state.items() if number < count - 1 or n not in seen.unread & read},
@@ -252,6 +253,7 @@ def rank_records(
                 seen.norm,
                 _cut(seen.late, record.rank, filled),
                 seen.unread,
+                filled.replaced,
             )
             for number, seen in enumerate(record.steps[:count])
         )

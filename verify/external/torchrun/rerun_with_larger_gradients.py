@@ -119,7 +119,7 @@ def _compared_at(
         material = material if agreed.material.draws else replace(material, draws=())
         material = replace(material, scalars=agreed.material.scalars)
         attempt = attempt_of(other, name, made, layout, material, double, agreed.way)
-        if attempt.filled.unplaced and not agreed.filled.unplaced:
+        if attempt.filled.unplaced:
             raise NotMatched(f"{few(attempt.filled.unplaced)} cannot be found on one rank")
     except (RanksFailed, NoParts, NotMatched, Failed) as problem:
         check = Check(size.check, Verdict.INCONCLUSIVE, 0, detail=size.why)

@@ -308,11 +308,6 @@ def _said(judged: Judged, layout: Layout, records: Sequence[ScriptRecord]) -> li
     if judged.attempt is not None:
         notes.append(SAID[judged.attempt.way])
         notes += judged.attempt.notes
-        if unplaced := judged.attempt.filled.unplaced:
-            notes.append(
-                f"{few(unplaced)} cannot be found on one rank: what the script makes its gradients of shows in "
-                "parameters alone"
-            )
         pieces = [piece for record in judged.attempt.run.records for piece in record.pieces]
         by_value = sorted({piece.local for piece in pieces if piece.found == "value"})
         if by_value:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from verify.external.torchrun.cuda_on_cpu import CPU, on_cpu
+from verify.external.torchrun.elements_of_one_rank import filled_in
 from verify.external.torchrun.feed_data_of_all_ranks import Material, RanksFeed, Way
 from verify.external.torchrun.find_and_replace_data import ScriptMode, close, exchanged, settings_of, varied
 from verify.external.torchrun.match_one_rank import Layout, NoParts, parts_of, rank_records, reference_of, unmatched
@@ -191,6 +193,98 @@ def test_what_is_no_part_is_unmatched() -> None:
 def test_plain_copies_with_other_values_are_not_taken_for_the_whole() -> None:
     whole = torch.arange(4, dtype=torch.float64)
     assert matched({"w": whole}, {"w": whole}, {"w": whole + 7})[1] == {"w": None}
+
+
+# Tensors whose gradients are filled in.
+
+
+@pytest.mark.parametrize(
+    ("values", "model", "runs"),
+    [
+        ([3, 4, 5], [[1, 2], [3, 4], [5, 6]], [(2, 5)]),
+        ([1, 2, 3, 4, 0, 0], [[1, 2, 3, 4], [0, 0, 0, 5]], [(0, 4), (0, 6)]),  # padding, or the start of the second
+        ([1, 2, 3, 4, 0, 0], [[1, 2, 3, 4], [0, 5]], [(0, 4)]),
+        ([1, 2, 3, 4, 0, 0], [[1, 2, 3, 4, 0, 0, 7]], [(0, 6)]),  # in the middle of a tensor there is no padding
+        ([3, 4, 0, 0], [[1, 2, 3, 4], [0]], [(2, 4), (2, 5)]),
+        ([3, 4, 0, 0], [[1, 2, 3, 4]], [(2, 4)]),
+        ([1, 2, 0], [[1, 2, 3]], []),
+        ([1, 2], [[1, 2], [1, 2]], []),
+        ([0, 0], [[1, 0, 0]], []),
+    ],
+)
+def test_runs_of_values(values: list[float], model: list[list[float]], runs: list[tuple[int, int]]) -> None:
+    tensors = {f"t{i}": torch.tensor(one, dtype=torch.float64) for i, one in enumerate(model)}
+    found = reference_of([record(0, start=tensors)], 1).lookup().runs(torch.tensor(values))
+    assert [(run.start, run.stop) for run in found] == runs
+
+
+def placed(model: list[list[float]], *ranks: list[list[float]]) -> tuple[list[list[tuple[int, int] | None]], set[str]]:
+    """Return where copies of a rank, named `c0` and so on, stand in tensors of a model, and which are not placed."""
+
+    def tensors(letter: str, values: list[list[float]]) -> dict[str, Tensor]:
+        return {f"{letter}{i}": torch.tensor(one, dtype=torch.float64) for i, one in enumerate(values)}
+
+    records = [record(rank, start=tensors("c", values)) for rank, values in enumerate(ranks)]
+    records = [replace(one, held=tuple(replace(held, filled=True) for held in one.held)) for one in records]
+    filled = filled_in(records, record(0, start=tensors("t", model)))
+    rows: list[list[tuple[int, int] | None]] = []
+    for one in records:
+        found = [filled.places.get((one.rank, held.name)) for held in one.held]
+        rows.append([None if place is None else (int(place[0]), int(place[-1]) + 1) for place in found])
+    return rows, set(filled.unplaced)
+
+
+@pytest.mark.parametrize(
+    ("copies", "places", "unplaced"),
+    [
+        ([[1, 2], [0, 0], [3, 4], [0, 0], [1, 1], [0, 0]], [(0, 2), (2, 4), (4, 6), (6, 8), (8, 10), (10, 12)], set()),
+        ([[1, 2], [3, 4], [1, 1], [0, 0], [0, 0], [0, 0]], [(0, 2), (4, 6), (8, 10), None, None, None], {3, 4, 5}),
+        ([[1, 2], [3, 4], [0, 0], [0, 0], [1, 1], [0, 0]], [(0, 2), (4, 6), None, None, (8, 10), (10, 12)], {2, 3}),
+        ([[1, 2], [0, 0, 0], [3, 4]], [(0, 2), None, (4, 6)], {1}),
+        ([[2], [0, 0], [3, 4]], [(1, 2), None, (4, 6)], {1}),  # shards: zeros may be a part of any tensor
+        ([[0, 0], [0, 0]], [None, None], {0, 1}),
+    ],
+)
+def test_zeros_are_placed_between_their_neighbours(
+    copies: list[list[float]], places: list[tuple[int, int] | None], unplaced: set[int]
+) -> None:
+    model: list[list[float]] = [[1, 2], [0, 0], [3, 4], [0, 0], [1, 1], [0, 0]]
+    assert placed(model, copies) == ([places], {f"c{i}" for i in unplaced})
+
+
+def test_zeros_at_the_end_of_a_shard_are_elements_where_the_next_shard_goes_on() -> None:
+    model: list[list[float]] = [[1, 2, 3], [0, 0, 0], [4, 5]]
+    assert placed(model, [[1, 2, 3, 0]], [[0, 0, 4, 5]]) == ([[(0, 4)], [(4, 8)]], set())
+    assert placed(model[:2], [[1, 2, 3, 0, 0, 0]], [[1, 2, 3, 0, 0, 0]]) == ([[(0, 6)], [(0, 6)]], set())
+
+
+def test_zeros_at_the_end_of_a_shard_are_no_elements_where_others_may_have_them() -> None:
+    assert placed([[1, 2], [0, 0, 5]], [[1, 2, 0], [0, 0, 5, 0]]) == ([[(0, 2), (2, 5)]], set())
+    assert placed([[1, 2], [0, 0]], [[1, 2, 0, 0], [0, 0, 0, 0]]) == ([[(0, 2), None]], {"c0", "c1"})
+    assert placed([[1, 2], [0, 0, 0], [4]], [[1, 2, 0]], [[4, 0, 0]]) == ([[(0, 2)], [(5, 6)]], {"c0"})
+
+
+def filled_record(rank: int, **start: list[float]) -> ScriptRecord:
+    """Return the record of a rank that fills in the gradients of all but `w`."""
+    made = record(rank, start={name: torch.tensor(values, dtype=torch.float64) for name, values in start.items()})
+    step = replace(made.steps[0], unread=frozenset({"w"}))
+    return replace(made, held=tuple(replace(h, filled=h.name != "w") for h in made.held), steps=(step,))
+
+
+def test_copies_that_ranks_have_no_elements_of_are_left_out_and_others_compared() -> None:
+    one = filled_record(0, w=[1, 2, 3, 4], a=[1, 2], b=[0, 0, 0], c=[3, 4])
+    ranks = [filled_record(0, w=[1, 2, 3, 4], a=[1], b=[0, 0], c=[3, 4])]
+    ranks += [filled_record(1, w=[1, 2, 3, 4], a=[2], b=[0, 0], c=[3, 4])]
+    filled = filled_in(ranks, one)
+    assert (set(filled.unplaced), filled.replaced, filled.unheld) == ({"b"}, {"w"}, {"b"})
+    reference = reference_of([one], 1, filled)
+    assert reference.space.names == ("w", "a", "c")
+    assert reference.steps[0].gradients.tolist()[4:] == [1, 2, 3, 4]
+    assert bool(reference.steps[0].gradients[:4].isnan().all())
+    for number, found in enumerate(rank_records(ranks, Layout((0, 1)), reference, [one], filled)):
+        pieces = {p.local: p.take(reference.steps[0].gradients).tolist() for p in found.pieces if p.local != "w"}
+        assert pieces == {"a": [1 + number], "c": [3, 4]}
+        assert found.steps[0].replaced == {"w"} and "w" not in found.steps[0].gradients
 
 
 # Values that are exchanged, and devices.

@@ -38,6 +38,7 @@ TURNS, PART = "in turn", "on each data part by itself"
         pytest.param("sent_stages.py", 4, OWN, marks=pytest.mark.long),
         ("zero.py", 3, WHOLE),
         pytest.param("zero.py --alone", 2, WHOLE, marks=pytest.mark.long),
+        ("copies.py", 2, WHOLE),
         ("flat_shards.py --layers", 2, WHOLE),
         ("flat_shards.py --original", 3, WHOLE),
         pytest.param("flat_shards.py", 3, WHOLE, marks=pytest.mark.long),

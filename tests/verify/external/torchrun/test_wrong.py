@@ -54,6 +54,10 @@ from verify.results.verdict import Verdict
         pytest.param("zero.py --broken norm", 3, "gradient_differs", "scaled", marks=pytest.mark.long),
         pytest.param("zero.py --alone --broken reduce", 2, "gradient_differs", "own_rows", marks=pytest.mark.long),
         pytest.param("zero.py --alone --broken gather", 2, "parameter_differs", "not_updated", marks=pytest.mark.long),
+        pytest.param("copies.py --broken divide", 2, "gradient_differs", "scaled", marks=pytest.mark.long),
+        pytest.param("copies.py --broken biases", 2, "gradient_differs", "scaled", marks=pytest.mark.long),
+        pytest.param("copies.py --groups --broken divide", 2, "gradient_differs", "scaled", marks=pytest.mark.long),
+        pytest.param("copies.py --padded --broken divide", 2, "gradient_differs", "scaled", marks=pytest.mark.long),
         ("by_hand.py --broken norm", 2, "gradient_norm_differs", "differs"),
         ("flat_shards.py --broken clip", 2, "gradient_norm_differs", "missing_reduction"),
         pytest.param(
@@ -253,3 +257,24 @@ def test_copies_alone_that_change_show_no_training() -> None:
     report = verified("zero.py --broken gather", 2)  # on one rank, too, the model keeps its values
     assert report.verdict is Verdict.INCONCLUSIVE, told(report)
     assert ["the optimizer changes no parameter" in finding.message for finding in report.findings] == [True]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("how", "unplaced", "count"), [("groups", 1, 2 * 2 * 3), ("padded", 4, 2 * 2 * 2)])
+def test_copies_that_have_no_place_leave_gradients_open(how: str, unplaced: int, count: int) -> None:
+    """What is counted are copies that have one, on two ranks in two steps."""
+    report = verified(f"copies.py --{how}", 2)
+    assert report.verdict is Verdict.INCONCLUSIVE, told(report)
+    (check,) = (check for check in report.checks if check.name == "gradients")
+    assert (check.verdict, check.count) == (Verdict.INCONCLUSIVE, count), told(report)
+    (finding,) = report.findings
+    assert finding.code == "not_compared" and "parameter 2 of optimizer 1" in finding.message, told(report)
+    assert (" and 1 more" in finding.message) is (unplaced == 4), told(report)
+
+
+@pytest.mark.long
+def test_parameters_that_differ_are_not_said_to_have_gradients_that_agree_where_some_are_open() -> None:
+    report = verified("copies.py --groups --broken biases", 2)
+    assert report.verdict is Verdict.REFUTED, told(report)
+    (message,) = (f.message for f in report.findings if f.code in ("parameter_differs", "near_threshold"))
+    assert "0.bias" in message and "and not all gradients could be compared" in message, told(report)
