@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nnscaler.layout import Partial, Sharded, State
 from nnscaler.runtime.shards import shard, unravel
-from verify.programs.causes.find_cause_of_wrong_tensor import cause_of
+from verify.programs.causes.explain_wrong_values import cause_of
 from verify.programs.causes.wrong_tensor import STAGES, Cause, WrongTensor, laid_out
 
 RIGHT = torch.randn(6, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)

@@ -17,7 +17,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.precision import Precision, parse_precision
 from nnscaler.runtime.stage_base_class import INPUT_GRADIENT
 from nnscaler.tracing import trace
-from nnscaler.tracing.model_part_loss import cotangent, fit, part_of_model
+from nnscaler.tracing.part_with_cotangent_loss import cotangent, fit, part_of_model
 from nnscaler.tracing.sample_inputs import SampleInputs, flatten_inputs
 from nnscaler.training.compile_once import compile_once
 from nnscaler.training.model_part.call_inputs import CallInputs, call_inputs

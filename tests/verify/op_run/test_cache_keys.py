@@ -19,9 +19,9 @@ from verify.evidence.inputs.find_operator import record_of
 from verify.evidence.verify_op_options import OpOptions
 from verify.operators.run.ambient_torch_state import flags
 from verify.operators.run.cache import Cache, key_of
+from verify.operators.run.file_and_process_reads import outside_reads
 from verify.operators.run.fingerprint import Opaque
 from verify.operators.run.job import Job, make_job
-from verify.operators.run.outside_reads import outside_reads
 from verify.operators.run.verify_many import PoolSettings, run_many
 
 HEAD = """

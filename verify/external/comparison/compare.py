@@ -19,7 +19,7 @@ from verify.external.comparison.shared_elements import WrongGradient
 from verify.external.observe_rank_run import ObservedStep, RankRecord
 from verify.external.parameter_mapping import RankPiece, addresses_as_tensor, taken
 from verify.external.reference import PlainReference, data_part
-from verify.programs.causes.find_cause_of_wrong_tensor import cause_of
+from verify.programs.causes.explain_wrong_values import cause_of
 from verify.programs.causes.wrong_tensor import VAGUE, Cause, WrongTensor
 from verify.results.verdict import Verdict
 

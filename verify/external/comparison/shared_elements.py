@@ -16,7 +16,7 @@ from nnscaler.runtime.tensor_difference import largest
 from verify.external.comparison.comparison_records import ProgramRun
 from verify.external.observe_rank_run import RankRecord
 from verify.external.parameter_mapping import RankPiece
-from verify.programs.causes.find_cause_of_wrong_tensor import cause_of
+from verify.programs.causes.explain_wrong_values import cause_of
 from verify.programs.causes.wrong_tensor import VAGUE, Cause
 
 

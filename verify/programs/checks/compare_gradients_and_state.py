@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nnscaler.runtime.tensor_bits import same_values
 from nnscaler.runtime.tensor_difference import FILL, TensorDifference, difference, family_scale, real_numbers
-from verify.programs.causes.find_cause_of_wrong_tensor import cause_of
+from verify.programs.causes.explain_wrong_values import cause_of
 from verify.programs.causes.wrong_tensor import STAGES, WrongTensor, on_ranks
 from verify.programs.checks.gradient_norm import cause_of_update
 from verify.programs.checks.input_and_outcome import CheckOutcome, Comparison, Tally

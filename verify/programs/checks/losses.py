@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nnscaler.runtime.shards import unravel
 from nnscaler.runtime.tensor_difference import difference, family_scale, real_numbers
-from verify.programs.causes.find_cause_of_wrong_tensor import cause_of
+from verify.programs.causes.explain_wrong_values import cause_of
 from verify.programs.causes.wrong_tensor import WrongTensor
 from verify.programs.checks.input_and_outcome import CheckOutcome, Comparison, Tally
 from verify.results.finding import Finding

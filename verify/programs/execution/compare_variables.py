@@ -16,7 +16,7 @@ from nnscaler.manifest import Manifest
 from nnscaler.runtime.shards import Assembled, assemble, ravel, shard, unravel
 from nnscaler.runtime.stage_base_class import Stage, place_in_time, sizes_in_time
 from nnscaler.runtime.tensor_difference import FAMILY_SHARE, difference, largest_up_to
-from verify.programs.causes.find_cause_of_wrong_tensor import cause_of
+from verify.programs.causes.explain_wrong_values import cause_of
 from verify.programs.causes.wrong_tensor import WrongTensor, laid_out
 
 Pieces = dict[tuple[int, int], Tensor]  # (rank, micro-batch) -> what was seen

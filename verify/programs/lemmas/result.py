@@ -12,9 +12,9 @@ from op_registry.spec import OperatorSpec, SourceLocation
 from nnscaler.errors import NnscalerError
 from verify.evidence.verify_op_options import OpOptions
 from verify.operators.run.cache import Cache, key_of, open_cache
+from verify.operators.run.file_and_process_reads import outside_reads
 from verify.operators.run.fingerprint import Opaque, fingerprint
 from verify.operators.run.job import Job
-from verify.operators.run.outside_reads import outside_reads
 from verify.programs.checks.input_and_outcome import CheckOutcome, outcome_of
 from verify.programs.lemmas.check_claims import ClaimedCall, Evidence
 from verify.programs.lemmas.claims_of_obligations import Claim

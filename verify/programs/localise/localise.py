@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from nnscaler.ir.graph import Graph
 from verify.processes.subprocess_isolation import run_apart
-from verify.programs.causes.find_cause_of_wrong_tensor import cause_of
+from verify.programs.causes.explain_wrong_values import cause_of
 from verify.programs.checks.input_and_outcome import SHOWN
 from verify.programs.execution.compare_variables import facts_of
 from verify.programs.execution.record_rank_steps import Task

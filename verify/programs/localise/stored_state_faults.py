@@ -11,7 +11,7 @@ from nnscaler.layout import Sharded, State
 from nnscaler.runtime.shards import shard
 from nnscaler.runtime.stage_base_class import Parameter, Stage
 from nnscaler.runtime.tensor_difference import difference
-from verify.programs.causes.find_cause_of_wrong_tensor import cuts
+from verify.programs.causes.explain_wrong_values import cuts
 from verify.programs.localise.candidate_repairs import Replay
 from verify.programs.localise.culprit_record import Culprit, Key, RoleLine
 from verify.programs.localise.judge import CLOSE, Wrong

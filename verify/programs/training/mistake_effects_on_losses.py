@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nnscaler.tracing.export.module_copies import copied
 from nnscaler.tracing.float64_run import convert_floats
-from verify.programs.causes.find_cause_of_wrong_tensor import NARROW
+from verify.programs.causes.explain_wrong_values import NARROW
 from verify.programs.checks.logical_tensors import indices_of
 from verify.programs.reference.eager import put_state
 from verify.programs.training.training_recipe import Batch, rate_at

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verify.programs.causes.find_cause_of_wrong_tensor import NARROW
+from verify.programs.causes.explain_wrong_values import NARROW
 from verify.programs.training.eager import updated
 from verify.programs.training.rank_loop import StepRecord
 from verify.programs.training.training_recipe import Batch, Course, options_of, rate_at
