@@ -1,4 +1,4 @@
-"""What an error says, in one line. It stands on the standard library alone."""
+"""Tell in one line what an error says. It stands on the standard library alone."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ import numbers
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -93,14 +94,20 @@ class BatchConstants:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
+    @cached_property
+    def _wanted(self) -> tuple[tuple[Mapping[str, str], ...], Mapping[str, Mapping[str, str]]]:
+        """The constants of each argument: a batch is checked in every step."""
+        return tuple(map(_constants, self.args)), {name: _constants(value) for name, value in self.kwargs.items()}
+
     def check(self, batch: Any) -> None:
         """Check that another batch has the same ones. Raises NnscalerError "batch_differs"."""
+        positional, named = self._wanted
         if isinstance(batch, Mapping):
-            pairs = [(name, batch[name], value) for name, value in self.kwargs.items() if name in batch]
+            pairs = [(name, batch[name], wanted) for name, wanted in named.items() if name in batch]
         else:
-            pairs = [(f"item {i}", *pair) for i, pair in enumerate(zip(batch, self.args, strict=False))]
-        for name, given, known in pairs:
-            found, wanted = _constants(given), _constants(known)
+            pairs = [(f"item {i}", *pair) for i, pair in enumerate(zip(batch, positional, strict=False))]
+        for name, given, wanted in pairs:
+            found = _constants(given)
             differs = next((path for path in {**wanted, **found} if found.get(path) != wanted.get(path)), None)
             if differs is not None:
                 has, had = (constants.get(differs, "nothing") for constants in (found, wanted))

@@ -154,7 +154,7 @@ def read_batches(batches: Loader, source: str) -> Iterator[Any]:
 
 @contextmanager
 def _reading(source: str, made_at: SourceLocation | None = None) -> Iterator[None]:
-    """What the user's dataset raises inside becomes `data_raised`; what is refused of it is told where it is made."""
+    """Turn what the user's dataset raises inside into `data_raised`; tell of what is refused where it is made."""
     try:
         yield
     except NnscalerError as error:

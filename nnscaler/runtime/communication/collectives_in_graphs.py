@@ -176,7 +176,7 @@ def _cut(state: str) -> Sharded:
 
 
 class _Whole(torch.autograd.Function):
-    """Gathers a parameter, and gives the gradient of the whole away: autograd sees none, it comes later."""
+    """Reads a parameter as `differentiable_collectives._ParameterRead` does, by operators of the graph."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, *how: Any) -> Tensor:

@@ -1,10 +1,11 @@
-"""Gradients that leave a compiled backward as it makes them.
+"""Parameters of compiled stages: their gradients leave a backward as it makes them, and shards are gathered in it.
 
 A graph of torch.compile hands its results on at its end: what it summed over ranks then would travel under nothing, and
 all gradients would lie beside the buckets that they are copied into. So each parameter is read through `_Handed`, whose
 backward is an operator of the graph that hands the gradient to the step's `Gradients`, as autograd's hooks do without a
 graph, and has none for autograd. These operators are effects in an order, as collectives are
-(`collectives_in_graphs`): a graph may hold both, and every rank begins the calls of one backward in the same order.
+(`collectives_in_graphs`): a graph may hold both, and every rank begins the calls of one backward in the same order. A
+parameter that the text gathers (ZeRO-3) is read as a `ParameterInGraph`, whose operators do what `ParameterReads` does.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def compiled_with_parameters(
     """
     once, gathered = _read_by_text(stage)
     moved = {name: index for name, index in gradients.moved(stage).items() if name not in gathered}
-    if stage.staleness is not None or not (moved or (gathered and reads)):
+    if stage.staleness is not None or not (moved or (gathered and reads is not None)):
         return make(stage.forward)
     number = numbered_gradients.of(gradients)
     made: dict[str, Tensor] = {}  # in the forward that is traced

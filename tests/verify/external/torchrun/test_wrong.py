@@ -262,7 +262,7 @@ def test_copies_alone_that_change_show_no_training() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(("how", "unplaced", "count"), [("groups", 1, 2 * 2 * 3), ("padded", 4, 2 * 2 * 2)])
 def test_copies_that_have_no_place_leave_gradients_open(how: str, unplaced: int, count: int) -> None:
-    """What is counted are copies that have one, on two ranks in two steps."""
+    """Count the copies that have one, on two ranks in two steps."""
     report = verified(f"copies.py --{how}", 2)
     assert report.verdict is Verdict.INCONCLUSIVE, told(report)
     (check,) = (check for check in report.checks if check.name == "gradients")
