@@ -155,9 +155,9 @@ def partition_stages(
     return replace(found, notes=_notes(found, anchored, costs)) if by_modules and stages > 1 else found
 
 
-def parts_of(graph: Graph, signatures: Mapping[str, Signature]) -> tuple[Layer | Block, ...]:
-    """Return the layers of a model; where there are none, blocks of modules that are cut by work."""
-    layers = layers_of(graph)
+def parts_of(graph: Graph, signatures: Mapping[str, Signature], within: bool = False) -> tuple[Layer | Block, ...]:
+    """Return the layers of a model; where there are none, or with `within`, blocks of modules that are cut by work."""
+    layers = () if within else layers_of(graph)
     if layers:
         return layers
     repeated = repeated_operations(graph, random_operators(signatures))

@@ -163,10 +163,12 @@ def search(
     permitted: Callable[[Configuration], bool] = lambda _: True,
     progress: Callable[[str], None] = lambda _: None,
     impossible: Callable[[Configuration], bool] = lambda _: False,
+    known: float = float("inf"),
 ) -> Search:
     """Return the best configuration of `ranks`, each with `memory` bytes, among those permitted.
 
     `impossible` says whether a configuration has no program. It takes time, and is asked only before one is solved.
+    `known`: seconds of a plan that is in hand already; the search ends when nothing that is left is faster.
 
     Raises NnscalerError("plan_illegal") where an operation has no choice that is allowed, whatever tp is, and
     Infeasible where no choices go together.
@@ -177,7 +179,7 @@ def search(
     undecided = float("inf")
     while queue:
         bound, depth, order, c = heapq.heappop(queue)
-        if best is not None and bound >= best.seconds * (1 - CLOSE):
+        if bound >= known * (1 - CLOSE):
             return _result(best, solved, min(undecided, bound), len(queue) + 1, too_large, resting)
         if depth and c.recompute is None and not _chained(subject, c, depth):  # layers are not told apart
             for again in (False, True):
@@ -203,7 +205,7 @@ def search(
         solved.append(found)
         undecided = min(undecided, max(bound, found.bound))
         if found.fits and (best is None or found.seconds < best.seconds):
-            best = found
+            best, known = found, min(known, found.seconds)
             progress(f"{found}: {found.seconds:.4g} s a step")
     return _result(best, solved, undecided, 0, too_large, resting)
 
@@ -253,10 +255,15 @@ def _queued(
     return queue, too_large, resting
 
 
+def ranking(one: Evaluated) -> tuple[bool, float, tuple[int, ...]]:
+    """Return the key by which configurations are ranked: those that fit first, the fastest of them first."""
+    return not one.fits, one.seconds, one.configuration.order
+
+
 def _result(
     best: Evaluated | None, solved: Iterable[Evaluated], bound: float, left: int, too_large: int, least: float
 ) -> Search:
-    ranked = tuple(sorted(solved, key=lambda e: (not e.fits, e.seconds, e.configuration.order)))
+    ranked = tuple(sorted(solved, key=ranking))
     return Search(best, ranked, min(bound, best.seconds) if best is not None else bound, left, too_large, least)
 
 

@@ -16,7 +16,7 @@ from nnscaler.planning.plan_from_axes import assign_steps, steps_of
 from nnscaler.planning.planner.branch_and_bound import Search
 from nnscaler.planning.planner.evaluate_configuration import Evaluated
 from nnscaler.planning.planner.interlaced_end_costs import ends_of
-from nnscaler.planning.planner.planner_graph import PlanningCache
+from nnscaler.planning.planner.planner_graph import MANY, PlanningCache
 from nnscaler.scheduling.registry import with_schedule
 from nnscaler.scheduling.schedule import ScheduleKind
 from nnscaler.transform.partition_stages import StagePartition, StageRules, partition_stages, random_operators
@@ -25,19 +25,18 @@ from nnscaler.transform.plan import CP, DP, EP, PP, SHARED, TP, Plan, RecomputeS
 SEARCHED = (
     "dp, tp and pp with this product; ep that divides dp and the experts; every legal choice of every operation on "
     "tp; micro-batches that divide the batch; recomputing all layers or none, or, of many equal ones, any; all "
-    "parameters whole on dp, or in shards "
-    "between steps (ZeRO-1), with their gradients (ZeRO-2), or at all times (ZeRO-3); cuts between layers (without "
-    "numbered ones, at borders of modules) that balance the stages; the schedules {schedules}, where the figures of "
-    "their steps hold, by the bounds of which they are pruned; where a device has several stages, all of them begin in "
-    "one layout"
+    "parameters whole on dp, or in shards between steps (ZeRO-1), with their gradients (ZeRO-2), or at all times "
+    "(ZeRO-3); cuts between layers (without numbered ones, or with fewer than {many}, at borders of modules too) that "
+    "balance the stages; the schedules {schedules}, where the figures of their steps hold, by the bounds of which they "
+    "are pruned; where a device has several stages, all of them begin in one layout"
 )
 OF_TOKENS = f"cp beside these, a power of two, where attention has {LONG} rows or more"
 NOT_SEARCHED = (
     "orders that are none of these schedules' (`--schedule search` does, for the stages of a plan); strategies that "
-    "are slower in a whole pass and hold no less; pipelines of models with one numbered layer; recomputation in models "
-    "without; splits on the dp axis other than that of the batch; stages of unlike meshes; sharding some parameters "
-    "only, or over some ranks of dp; several versions of one tensor, each converted from where it is made; overlap of "
-    "communication and computation"
+    "are slower in a whole pass and hold no less; cuts within layers of models with {many} or more; recomputation "
+    "where stages are cut at borders of modules; splits on the dp axis other than that of the batch; stages of unlike "
+    "meshes; sharding some parameters only, or over some ranks of dp; several versions of one tensor, each converted "
+    "from where it is made; overlap of communication and computation"
 )
 
 
@@ -90,8 +89,8 @@ class Certificate:
             "memory_bytes": round(self.memory),
             "memory_limit_bytes": round(self.memory_limit),
             "configurations": {"solved": self.solved, "pruned": self.left, "too_large": self.too_large},
-            "searched": f"{SEARCHED.format(schedules=', '.join(map(_titled, self.schedules)))}; {OF_TOKENS}",
-            "not_searched": NOT_SEARCHED,
+            "searched": f"{SEARCHED.format(schedules=', '.join(map(_titled, self.schedules)), many=MANY)}; {OF_TOKENS}",
+            "not_searched": NOT_SEARCHED.format(many=MANY),
             "cost_model": self.cost_model,
             "cluster": self.cluster,
             "seed": 0,  # nothing is drawn

@@ -301,9 +301,22 @@ def item_numbers(
     if not subject.blocks:
         return {**total, "sent": total["handed"]}
     sent = np.zeros(count)
-    for columns, choice, item, last in zip(tables.columns, choices, items, subject.last_items_of(tables), strict=True):
+    for columns, choice, item, last in zip(tables.columns, choices, items, _last_items(subject, tables), strict=True):
         sent[item:last] += columns.handed[choice]
     return {**total, "sent": sent}
+
+
+def _last_items(subject: PlanningCache, tables: Tables) -> list[int]:
+    """Return, for every node, the item of the last reader of what it hands on; its own where nothing is sent.
+
+    What is made outside of blocks is made again on every stage.
+    """
+    graph, found, operations = subject.graph, subject.items_of(tables), len(tables.strategies)
+    for node, (name, group) in enumerate(zip(tables.names, tables.groups, strict=True)):
+        outputs = graph.by_name[name].outputs if node < operations else (name,)
+        uses = [subject.items[op.name] for output in outputs if output for op, _ in graph.consumers[output]]
+        found[node] = max(found[node], *uses) if group >= 0 and uses else found[node]
+    return found
 
 
 def _stage(

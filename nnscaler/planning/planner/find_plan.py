@@ -68,24 +68,24 @@ dimension, are shared by all layers, and give a proof.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from nnscaler.error_text import first_line
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import Choice
-from nnscaler.planning.cluster.description import Cluster, show_bytes, show_enough_bytes
+from nnscaler.planning.cluster.description import Cluster, show_bytes
 from nnscaler.planning.constraints import Constraint
 from nnscaler.planning.context_parallel import contexts
 from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.cost.model_protocol import CostModel
 from nnscaler.planning.parallel_configurations import Configuration
-from nnscaler.planning.planner.branch_and_bound import Search, search
+from nnscaler.planning.planner.branch_and_bound import Search, ranking, search
 from nnscaler.planning.planner.build_certified_plan import Certificate, certificate, plan_of
 from nnscaler.planning.planner.evaluate_configuration import Evaluated, cuts_of
+from nnscaler.planning.planner.explain_no_plan import explain_no_choice, explain_nothing_found
 from nnscaler.planning.planner.planner_graph import FREE, PlanningCache
 from nnscaler.planning.sharding.parameter_and_activation_memory import CLUSTERS_MEMORY, MemoryBudget, bytes_of_optimizer
 from nnscaler.planning.solver.problem import Infeasible
@@ -93,45 +93,7 @@ from nnscaler.transform.complete_plan import follow_batch
 from nnscaler.transform.pipeline_cut_points import describe_modules
 from nnscaler.transform.plan import DP, Plan
 
-# Find the constraint that cannot hold, and what would.
-
-
-def without_choice(
-    constraint: Constraint, graph: Graph, options: Mapping[str, tuple[Choice, ...]], tp: int
-) -> NnscalerError | None:
-    """Return the error for the first operation to which the constraint leaves none of its `options` on `tp`."""
-    for op in graph.operations:
-        choices = options[op.name]
-        if any(constraint.allows(op, choice) for choice in choices):
-            continue
-        guilty = [c.text for c in constraint.each if not any(c.allows(op, choice) for choice in choices)]
-        what = f"the constraint {guilty[0]!r} leaves" if guilty else f"{_list(constraint.each)} together leave"
-        known = ", ".join(str(choice) for choice in choices[:8]) + (", ..." if len(choices) > 8 else "")
-        return NnscalerError(
-            "plan_illegal",
-            f"{what} {op.name} ({op.operator}) no choice on tp={tp}",
-            where=op.where,
-            help=f"its choices: {known}",
-        )
-    return None
-
-
-def without_configuration(constraint: Constraint, space: Sequence[Configuration]) -> str | None:
-    """Say which constraint permits none of the configurations, or which ones together; None where some are
-    permitted."""
-    if any(map(constraint.permits, space)):
-        return None
-    guilty = [c.text for c in constraint.each if not any(map(c.permits, space))]
-    if guilty:
-        return f"the constraint {guilty[0]!r} permits none"
-    partial = [c for c in constraint.each if not all(map(c.permits, space))]
-    return f"{_list(partial)} together permit none"
-
-
-def _list(constraints: Iterable[Constraint]) -> str:
-    return "the constraints " + ", ".join(repr(c.text) for c in constraints)
-
-
+INFINITE = float("inf")
 DOUBLINGS, HALVINGS = 10, 4  # of a limit of memory, to find one that is enough
 
 
@@ -193,45 +155,52 @@ def find_plan(
     """
     priced = (cost or AnalyticCost(cluster)).among(cluster.devices)
     kept, optimizer = constraint or FREE, bytes_of_optimizer(memory.optimizer)
+    limit = float(cluster.device.memory if memory.limit is None else memory.limit)
+
+    def space_of(cp: int, within: bool = False) -> _Space:
+        subject = PlanningCache(graph, signatures, priced, kept, optimizer, cp, within)
+        return _Space(subject, cluster, constraint, progress)
+
+    def permitted(cp: int) -> bool:
+        return any(map(kept.permits, space_of(cp).subject.space(cluster.devices)))
+
     with _without_collector():
-        every: list[Found] = []
+        spaces = [space_of(cp) for cp in contexts(graph, signatures, cluster.devices, permitted)]
+        spaces += [space_of(space.subject.cp, within=True) for space in spaces if space.subject.few_layers]
+        searched: list[tuple[_Space, Search]] = []
         refused: list[NnscalerError] = []
-
-        def subject_of(cp: int) -> PlanningCache:
-            return PlanningCache(graph, signatures, priced, kept, optimizer, cp)
-
-        def permitted(cp: int) -> bool:
-            return any(map(kept.permits, subject_of(cp).space(cluster.devices)))
-
-        for cp in contexts(graph, signatures, cluster.devices, permitted):
-            subject = subject_of(cp)
+        for space in spaces:
+            known = min((s.best.seconds for _, s in searched if s.best is not None), default=INFINITE)
             try:
-                every.append(_find_plan(subject, cluster, memory.limit, constraint, progress))
+                searched.append((space, space.look(limit, progress, known if space.subject.within else INFINITE)))
             except NnscalerError as error:  # what the first one says is said, where none has a plan
                 if error.code not in ("plan_too_large", "plan_illegal"):
                     raise
                 refused.append(error)
-        if not every:
-            raise refused[0]
-        return _best_of(every)
+        if all(found.best is None for _, found in searched):
+            raise refused[0] if refused else spaces[0].why_nothing(searched[0][1], limit)
+        return _fastest(searched, limit)
 
 
-def _best_of(every: Sequence[Found]) -> Found:
-    """Return the fastest plan found, certified within all that were searched: no plan of any is below the least
-    bound."""
-    best = min(every, key=lambda found: found.certificate.seconds)
-    if len(every) == 1:
-        return best
-    parts = [found.certificate for found in every]
-    bound = min(part.bound for part in parts)
-    gap = max(0.0, 1 - bound / best.certificate.seconds)
-    solved, left, too_large = (sum(getattr(p, name) for p in parts) for name in ("solved", "left", "too_large"))
-    told = sorted((p.configuration, p.seconds, True) for p in parts if p is not best.certificate)
-    others = sorted((*told, *best.certificate.runners_up), key=lambda one: (not one[2], one[1]))[:5]
-    found = replace(
-        best.certificate, bound=bound, gap=gap, solved=solved, left=left, too_large=too_large, runners_up=tuple(others)
+def _fastest(searched: Sequence[tuple[_Space, Search]], limit: float) -> Found:
+    """Return the fastest plan found, certified within all that was searched: no plan of any is below the least bound.
+
+    Raises NnscalerError("plan_illegal") where the graph cannot be cut so.
+    """
+    every = [found for _, found in searched]
+    space, best = min(
+        ((space, found.best) for space, found in searched if found.best is not None), key=lambda one: one[1].seconds
     )
-    return replace(best, certificate=found)
+    whole = Search(
+        best,
+        tuple(sorted((one for found in every for one in found.solved), key=ranking)),
+        min(best.seconds, *(found.bound for found in every)),
+        sum(found.left for found in every),
+        sum(found.too_large for found in every),
+        min(found.least for found in every),
+    )
+    made = plan_of(space.subject, best)
+    return Found(made, certificate(space.subject, whole, space.cluster.name, limit), space.subject, whole)
 
 
 @contextmanager
@@ -247,44 +216,53 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _find_plan(
-    subject: PlanningCache,
-    cluster: Cluster,
-    memory: float | None,
-    constraint: Constraint | None,
-    progress: Callable[[str], None],
-) -> Found:
-    limit = float(cluster.device.memory if memory is None else memory)
-    known: dict[tuple[int, int], str | None] = {}
+@dataclass(frozen=True)
+class _Space:
+    """The plans that one search goes through: those of one number of ranks for a sequence, with pipelines that are cut
+    between layers, or within them.
 
-    def allowed(c: Configuration) -> bool:
-        if c.chunks > 1 and (subject.constraint.at or subject.constraint.together):
-            return False  # they speak of devices with one stage
-        return constraint is None or (constraint.permits(c) and _may_be_cut(subject, c))
+    refusals   by dp and micro-batches, why the batch cannot be cut so; None: it can
+    """
 
-    def impossible(c: Configuration) -> bool:
-        key = (c.dp, c.micro_batches)
-        if key not in known:
-            known[key] = _refused(subject, c)
-            if known[key] is not None:
-                progress(f"{c}: {known[key]}")
-        return known[key] is not None
+    subject: PlanningCache
+    cluster: Cluster
+    constraint: Constraint | None
+    progress: Callable[[str], None]
+    refusals: dict[tuple[int, int], str | None] = field(default_factory=dict)
 
-    def look(most: float, told: Callable[[str], None]) -> Search:
-        return search(subject, cluster.devices, most, allowed, told, impossible)
+    def look(self, limit: float, progress: Callable[[str], None], known: float = INFINITE) -> Search:
+        """Search within so many bytes of a rank. `known`: seconds of a plan that is in hand.
 
-    try:
-        found = look(limit, progress)
-    except (Infeasible, NnscalerError) as error:
-        raise _without_choice(subject, constraint, cluster, error) from None
-    if found.best is None:
+        Raises NnscalerError("plan_illegal") where the constraints leave an operation no choice.
+        """
+        subject, ranks = self.subject, self.cluster.devices
+        try:
+            return search(subject, ranks, limit, self._allowed, progress, self._impossible, known)
+        except (Infeasible, NnscalerError) as error:
+            raise explain_no_choice(subject, self.constraint, self.cluster, error) from None
+
+    def why_nothing(self, found: Search, limit: float) -> NnscalerError:
+        """Return the error for a search that found no plan within `limit` bytes."""
         if found.too_large and not found.solved and found.least <= limit:
-            progress(f"nothing fits into {show_bytes(limit)}: looking for the least memory that does")
-            found = replace(found, solved=_least_that_fits(lambda most: look(most, lambda _: None), limit))
-        refused = next((reason for reason in known.values() if reason is not None), None)
-        raise _nothing(subject, found, cluster, limit, constraint, refused)
-    made = plan_of(subject, found.best)
-    return Found(made, certificate(subject, found, cluster.name, limit), subject, found)
+            self.progress(f"nothing fits into {show_bytes(limit)}: looking for the least memory that does")
+            least = _least_that_fits(lambda most: self.look(most, lambda _: None), limit)
+            found = replace(found, solved=least)
+        refused = next((reason for reason in self.refusals.values() if reason is not None), None)
+        return explain_nothing_found(self.subject, found, self.cluster, limit, self.constraint, refused)
+
+    def _allowed(self, c: Configuration) -> bool:
+        kept = self.subject.constraint
+        if c.chunks > 1 and (kept.at or kept.together):
+            return False  # they speak of devices with one stage
+        return self.constraint is None or (self.constraint.permits(c) and _may_be_cut(self.subject, c))
+
+    def _impossible(self, c: Configuration) -> bool:
+        key = (c.dp, c.micro_batches)
+        if key not in self.refusals:
+            self.refusals[key] = refused = _refused(self.subject, c)
+            if refused is not None:
+                self.progress(f"{c}: {refused}")
+        return self.refusals[key] is not None
 
 
 def _refused(subject: PlanningCache, c: Configuration) -> str | None:
@@ -322,70 +300,3 @@ def _least_that_fits(look: Callable[[float], Search], limit: float) -> tuple[Eva
         found = look(middle).best
         low, high, fits = (low, middle, found) if found is not None else (middle, high, fits)
     return () if fits is None else (fits,)
-
-
-def _without_choice(
-    subject: PlanningCache, constraint: Constraint | None, cluster: Cluster, error: Infeasible | NnscalerError
-) -> NnscalerError:
-    """Return the error for constraints that leave an operation no choice, whatever tp is; `error` where that is another
-    one."""
-    if constraint is not None:
-        free = PlanningCache(subject.graph, subject.signatures, subject.cost)
-        space = subject.space(cluster.devices)
-        for tp in sorted({c.tp for c in space if c.tp > 1 and constraint.permits(c)}):
-            found = without_choice(constraint, subject.graph, free.options(tp), tp)
-            if found is not None:
-                return found
-    if isinstance(error, NnscalerError):
-        return error
-    told = "" if constraint is None else f" that keep to {constraint.text!r}"
-    return NnscalerError(
-        "plan_illegal",
-        f"no choices of all operations{told} go together: what some make cannot be turned into what others read",
-        help="take a constraint away",
-    )
-
-
-def _nothing(
-    subject: PlanningCache,
-    found: Search,
-    cluster: Cluster,
-    limit: float,
-    constraint: Constraint | None,
-    refused: str | None,
-) -> NnscalerError:
-    """Return the error for a search without a result. `refused` says why micro-batches do not go with the model."""
-    if not found.solved and not found.too_large and refused is not None:
-        told = "" if constraint is None else f" that keeps to {constraint.text!r}"
-        return NnscalerError(
-            "micro_batches_coupled",
-            f"no configuration of {cluster.devices} ranks{told} has a program: {refused}",
-            help="permit one micro-batch, or compute in float32 what is reduced over the batch",
-        )
-    if not found.solved and not found.too_large:
-        space = list(subject.space(cluster.devices))
-        guilty = without_configuration(constraint, space) if constraint is not None else None
-        placed = [c.text for c in constraint.each if c.at or c.together] if constraint is not None else []
-        if guilty is None and placed:
-            guilty = f"no pipeline stages keep to {', '.join(map(repr, placed))}"
-        return NnscalerError(
-            "plan_illegal",
-            f"no configuration of {cluster.devices} ranks is permitted (batch {subject.batch}, "
-            f"{subject.described})" + (f": {guilty}" if guilty else ""),
-            help="take a constraint away, or change the number of ranks or the batch",
-        )
-    nearest = min((e for e in found.solved), key=lambda e: e.memory, default=None)
-    if nearest is None and found.least <= limit:
-        message = f"{show_bytes(found.least)} a rank and more are at rest, before any activations"
-        help = "more ranks, more memory per rank, a smaller batch, or a smaller model"
-    elif nearest is None:
-        message = f"parameters, gradients and optimizer states alone take {show_bytes(found.least)} a rank or more"
-        help = "more ranks, more memory per rank, or a smaller model"
-    else:
-        message = f"the least that was found is {show_bytes(nearest.memory)} a rank ({nearest})"
-        help = f"--memory {show_enough_bytes(nearest.memory)} would do; or more ranks, or a smaller batch"
-    return NnscalerError(
-        "plan_too_large",
-        f"no plan for {cluster.devices} ranks of {cluster.name} fits into {show_bytes(limit)} a rank: {message}",
-        help=help,
-    )

@@ -69,6 +69,7 @@ class PlanningCache:
 
     constraint   what a plan keeps to
     optimizer    bytes that the optimizer keeps of an element
+    within       whether pipelines are cut within layers
     layered      the chain in a configuration and within a limit of memory (bytes), by moment
     gathering    by how parameters rest, the place of a dp axis, tp, and layer: seconds to gather and to scatter them
     left_out     operations that cost nothing here, with the parameters that only they read: others run them
@@ -82,6 +83,7 @@ class PlanningCache:
     constraint: Constraint = FREE
     optimizer: float = OPTIMIZER_BYTES
     cp: int = 1
+    within: bool = False
     layered: dict[tuple[Configuration, float], tuple[Layered, ...]] = field(default_factory=dict)
     gathering: dict[tuple[ParameterPlacement, AxisPlace, int, int | None], float] = field(default_factory=dict)
     left_out: frozenset[str] = frozenset()
@@ -101,13 +103,19 @@ class PlanningCache:
 
     @cached_property
     def layers(self) -> tuple[Layer | Block, ...]:
-        """The layers; of a model that has no two numbered ones, blocks of modules."""
-        return parts_of(self.graph, self.signatures)
+        """The layers; where pipelines are cut within them, and of a model that has no two numbered ones, blocks of
+        modules."""
+        return parts_of(self.graph, self.signatures, self.within)
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
         """`layers` where these are blocks; empty where they are layers."""
         return tuple(part for part in self.layers if isinstance(part, Block))
+
+    @property
+    def few_layers(self) -> bool:
+        """Whether stages that are cut within layers may be much more even than stages of whole layers."""
+        return not self.within and not self.blocks and len(self.layers) < MANY and self.constraint.ends is None
 
     @cached_property
     def schedules(self) -> tuple[ScheduleKind, ...]:
@@ -128,8 +136,8 @@ class PlanningCache:
             if interlaced and c.pp > 1:
                 if c.schedule is DEFAULT:
                     yield replace(c, schedule=INTERLACED)
-            else:
-                yield c if self.cp == 1 else replace(c, cp=self.cp)
+            elif c.pp > 1 or not self.within:
+                yield replace(c, cp=self.cp, within=self.within) if self.cp > 1 or self.within else c
 
     @cached_property
     def experts(self) -> int:
@@ -325,18 +333,6 @@ class PlanningCache:
         for name in tables.names:
             op = graph.by_name.get(name) if name in tables.strategies else graph.producers.get(name)
             found.append(self.items[(op or graph.consumers[name][0][0]).name])
-        return found
-
-    def last_items_of(self, tables: Tables) -> list[int]:
-        """Return, for every node, the item of the last reader of what it hands on; its own where nothing is sent.
-
-        What is made outside of blocks is made again on every stage.
-        """
-        graph, found, operations = self.graph, self.items_of(tables), len(tables.strategies)
-        for node, (name, group) in enumerate(zip(tables.names, tables.groups, strict=True)):
-            outputs = graph.by_name[name].outputs if node < operations else (name,)
-            uses = [self.items[op.name] for output in outputs if output for op, _ in graph.consumers[output]]
-            found[node] = max(found[node], *uses) if group >= 0 and uses else found[node]
         return found
 
     @cached_property

@@ -33,7 +33,11 @@ def deep(layers: int, tokens: int = 64, tied: bool = False) -> Graph:
 
 
 def subject_of(
-    graph: str | Graph, ranks: int, cluster: str = "h100x8", priced: type[AnalyticCost] = AnalyticCost
+    graph: str | Graph,
+    ranks: int,
+    cluster: str = "h100x8",
+    priced: type[AnalyticCost] = AnalyticCost,
+    within: bool = False,
 ) -> PlanningCache:
     graph = graph_of(graph) if isinstance(graph, str) else graph
-    return PlanningCache(graph, dict(signatures(graph)), priced(load_cluster(cluster).scaled(ranks)))
+    return PlanningCache(graph, dict(signatures(graph)), priced(load_cluster(cluster).scaled(ranks)), within=within)

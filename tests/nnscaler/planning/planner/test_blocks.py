@@ -1,4 +1,4 @@
-"""Models without numbered layers, whose pipelines the planner cuts between blocks of modules."""
+"""Models without numbered layers, or with few, whose pipelines the planner cuts between blocks of modules."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import pytest
 
 from nnscaler.ir.graph import element_bytes
 from nnscaler.planning.cluster.read import load_cluster
-from nnscaler.planning.constraints import sizes
+from nnscaler.planning.constraints import all_of, sizes
 from nnscaler.planning.parallel_configurations import Configuration
+from nnscaler.planning.planner.branch_and_bound import search
 from nnscaler.planning.planner.build_certified_plan import plan_of
 from nnscaler.planning.planner.evaluate_configuration import evaluate, item_numbers
 from nnscaler.planning.planner.find_plan import find_plan
@@ -21,18 +22,24 @@ PLENTY = 1e12
 
 
 @pytest.mark.parametrize(
-    "c",
-    [Configuration(pp=2, micro_batches=2), Configuration(pp=3, micro_batches=4), Configuration(dp=2, pp=2)],
+    ("name", "c"),
+    [
+        ("resnet", Configuration(pp=2, micro_batches=2)),
+        ("resnet", Configuration(pp=3, micro_batches=4)),
+        ("resnet", Configuration(dp=2, pp=2)),
+        ("gpt", Configuration(pp=2, micro_batches=2, within=True)),
+        ("gpt", Configuration(dp=2, pp=3, within=True)),
+    ],
     ids=str,
 )
-def test_pipelines_cost_about_what_was_planned(c: Configuration) -> None:
-    found, program, held = programmed("resnet", c)
+def test_pipelines_cost_about_what_was_planned(name: str, c: Configuration) -> None:
+    found, program, held = programmed(name, c)
     assert program.seconds - max(program.beside) == pytest.approx(found.seconds, rel=0.12)
     for stage, memory in zip(found.stages, held, strict=True):
         assert memory.activations <= stage.kept * 1.05
     times = [stage.forward + stage.backward for stage in found.stages]
     assert max(times) <= 1.1 * sum(times) / c.pp
-    assert found.seconds >= evaluate(subject_of("resnet", c.ranks), c, PLENTY).bound  # type: ignore[union-attr]
+    assert found.seconds >= evaluate(subject_of(name, c.ranks, within=c.within), c, PLENTY).bound  # type: ignore[union-attr]
 
 
 def test_what_skips_stages_is_sent_by_every_cut_that_it_crosses() -> None:
@@ -72,3 +79,21 @@ def test_pipelines_of_blocks_are_searched_and_found_again() -> None:
     assert listed.count("|") == 2 and not uneven
     times = [stage.forward + stage.backward for stage in kept.best.stages]
     assert max(times) <= (1 + SLACK) * 1.1 * sum(times) / 3
+
+
+def test_few_layers_are_cut_within() -> None:
+    """Of a GPT's layers with its head the last stage has most to do, and more stages than layers have none."""
+    graph, subject = graph_of("gpt"), subject_of("gpt", 2)
+    assert subject.few_layers and not subject_of("resnet", 2).few_layers
+    asked = all_of([sizes(pp=2), sizes(micro_batches=4), sizes(schedule="1f1b")])
+    found = find_plan(graph, subject.signatures, load_cluster("h100x8").scaled(2), constraint=asked)
+    whole = search(subject, 2, PLENTY, asked.permits)
+    assert whole.best is not None and found.best.configuration.within
+    assert found.best.seconds < whole.best.seconds
+    assert found.certificate.bound <= min(found.best.seconds, whole.bound)
+    assert found.certificate.configuration == "pp=2, 4 micro-batches, cut within layers"
+    assert (str(whole.best), whole.best.seconds, True) in found.certificate.runners_up
+    assert "(part)" in found.place_of(0) + found.place_of(1)
+    more = len(layers_of(graph)) + 1
+    wide = find_plan(graph, subject.signatures, load_cluster("h100x8").scaled(more), constraint=sizes(pp=more))
+    assert wide.best.configuration.pp == wide.plan.stages == more
