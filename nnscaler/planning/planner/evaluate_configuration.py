@@ -33,6 +33,7 @@ def cuts_of(
     devices: int,
     kept: Constraint | None,
     crossing: Sequence[float] | None = None,
+    slack: float = SLACK,
 ) -> tuple[int, ...] | None:
     """Return the items before which the stages of `devices` begin; None where there is no such cut.
 
@@ -40,15 +41,15 @@ def cuts_of(
 
     items      by operation, its item
     costs      by item, its seconds
-    crossing   by item, what a cut before it sends: the least of it is taken that `SLACK` of the seconds allows; None:
+    crossing   by item, what a cut before it sends: the least of it is taken that `slack` of the seconds allows; None:
                balance alone decides
     """
     joined = [sorted(items[name] for name in group) for group in (kept.together if kept else ())]
     places = [(items[name], device) for name, device in (kept.at if kept else ())]
     between = [at for at in range(2, len(costs) - 1) if not any(group[0] < at <= group[-1] for group in joined)]
     limits = cut_limits(devices, len(costs), places)
-    weights, slack = ([0] * len(between), 0.0) if crossing is None else ([round(crossing[at]) for at in between], SLACK)
-    return None if limits is None else balanced_cuts(costs, between, between, weights, devices, limits, slack)
+    weights, most = ([0] * len(between), 0.0) if crossing is None else ([round(crossing[at]) for at in between], slack)
+    return None if limits is None else balanced_cuts(costs, between, between, weights, devices, limits, most)
 
 
 TRIES = 3  # budgets of memory that are tried
@@ -151,7 +152,7 @@ def evaluate(subject: PlanningCache, c: Configuration, memory: float) -> Evaluat
     tables = subject.tables(c.tp, c.parts, c.rests)
     weights = weights_of(subject, c)
     solution = solve(pose(tables, weights))
-    free = _with(subject, c, tables, weights, solution)
+    free = _with(subject, c, tables, weights, solution, memory)
     if free.memory <= memory:
         return free
     found: list[Evaluated] = []
@@ -196,15 +197,18 @@ def _within(
             )
         except Infeasible:
             break
-        found = _with(subject, c, free.tables, free.weights, within)
+        found = _with(subject, c, free.tables, free.weights, within, memory)
         budget = memory_of(problem, found.choices)
         if found.memory <= memory:
             break
     return replace(found, bound=bound, fits=found.memory <= memory)
 
 
-def _with(subject: PlanningCache, c: Configuration, tables: Tables, weights: Weights, solution: Solution) -> Evaluated:
-    """Evaluate a solution with its stages cut so that they are balanced."""
+def _with(
+    subject: PlanningCache, c: Configuration, tables: Tables, weights: Weights, solution: Solution, memory: float
+) -> Evaluated:
+    """Evaluate a solution with its stages cut so that they are balanced, and so that they fit into `memory` bytes if
+    they can."""
     again = frozenset(range(len(subject.layers))) if c.recompute else frozenset[int]()
     numbers = item_numbers(subject, tables, weights, solution.choices, again)
     count = len(numbers["forward"])
@@ -212,9 +216,12 @@ def _with(subject: PlanningCache, c: Configuration, tables: Tables, weights: Wei
     if subject.blocks:  # a cut before item i + 1 is one before block i
         crossing = [0.0, *(sent * b.weight for sent, b in zip(numbers["sent"], subject.blocks, strict=False)), 0.0]
     count_of, times = c.pp * c.chunks, list(numbers["forward"] + numbers["backward"])
-    cuts = cuts_of(subject.items, times, count_of, subject.constraint, crossing)
-    assert cuts is not None, c
-    found = evaluated(subject, c, tables, weights, solution.choices, again, (0, *cuts, count))
+    every = []
+    for slack in (SLACK, 0.0) if crossing and c.pp > 1 else (SLACK,):
+        cuts = cuts_of(subject.items, times, count_of, subject.constraint, crossing, slack)
+        assert cuts is not None, c
+        every.append(evaluated(subject, c, tables, weights, solution.choices, again, (0, *cuts, count)))
+    found = min(every, key=lambda one: (one.memory > memory, one.seconds))
     prices = (solution.multiplier,) * count_of
     stages = tuple(replace(stage, price=price) for stage, price in zip(found.stages, prices, strict=True))
     return replace(found, bound=solution.bound, stages=stages)

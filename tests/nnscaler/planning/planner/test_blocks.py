@@ -94,6 +94,8 @@ def test_few_layers_are_cut_within() -> None:
     assert found.certificate.configuration == "pp=2, 4 micro-batches, cut within layers"
     assert (str(whole.best), whole.best.seconds, True) in found.certificate.runners_up
     assert "(part)" in found.place_of(0) + found.place_of(1)
+    times = [stage.forward + stage.backward for stage in found.best.stages]
+    assert max(times) <= 1.02 * sum(times) / 2  # sending costs less than waiting
     more = len(layers_of(graph)) + 1
     wide = find_plan(graph, subject.signatures, load_cluster("h100x8").scaled(more), constraint=sizes(pp=more))
     assert wide.best.configuration.pp == wide.plan.stages == more
