@@ -157,8 +157,8 @@ def find_plan(
     kept, optimizer = constraint or FREE, bytes_of_optimizer(memory.optimizer)
     limit = float(cluster.device.memory if memory.limit is None else memory.limit)
 
-    def space_of(cp: int, within: bool = False) -> _Space:
-        subject = PlanningCache(graph, signatures, priced, kept, optimizer, cp, within)
+    def space_of(cp: int) -> _Space:
+        subject = PlanningCache(graph, signatures, priced, kept, optimizer, cp)
         return _Space(subject, cluster, constraint, progress)
 
     def permitted(cp: int) -> bool:
@@ -166,7 +166,8 @@ def find_plan(
 
     with _without_collector():
         spaces = [space_of(cp) for cp in contexts(graph, signatures, cluster.devices, permitted)]
-        spaces += [space_of(space.subject.cp, within=True) for space in spaces if space.subject.few_layers]
+        finer = [(space, space.subject.cut_within_layers()) for space in spaces]
+        spaces += [replace(space, subject=cut) for space, cut in finer if cut is not None]
         searched: list[tuple[_Space, Search]] = []
         refused: list[NnscalerError] = []
         for space in spaces:

@@ -112,10 +112,15 @@ class PlanningCache:
         """`layers` where these are blocks; empty where they are layers."""
         return tuple(part for part in self.layers if isinstance(part, Block))
 
-    @property
-    def few_layers(self) -> bool:
-        """Whether stages that are cut within layers may be much more even than stages of whole layers."""
-        return not self.within and not self.blocks and len(self.layers) < MANY and self.constraint.ends is None
+    def cut_within_layers(self) -> PlanningCache | None:
+        """Return the same graph with pipelines that are cut within layers; None where that makes none much more even.
+        What bounds the whole graph is shared."""
+        if self.blocks or len(self.layers) >= MANY or self.constraint.ends is not None:
+            return None
+        fresh = PlanningCache(self.graph, self.signatures, self.cost, self.constraint, self.optimizer, self.cp, True)
+        fresh._least, fresh._fastest, fresh._options = self._least, self._fastest, self._options
+        fresh.halves = self.halves
+        return fresh
 
     @cached_property
     def schedules(self) -> tuple[ScheduleKind, ...]:

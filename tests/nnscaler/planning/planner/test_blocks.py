@@ -84,7 +84,7 @@ def test_pipelines_of_blocks_are_searched_and_found_again() -> None:
 def test_few_layers_are_cut_within() -> None:
     """Of a GPT's layers with its head the last stage has most to do, and more stages than layers have none."""
     graph, subject = graph_of("gpt"), subject_of("gpt", 2)
-    assert subject.few_layers and not subject_of("resnet", 2).few_layers
+    assert subject.cut_within_layers() is not None and subject_of("resnet", 2).cut_within_layers() is None
     asked = all_of([sizes(pp=2), sizes(micro_batches=4), sizes(schedule="1f1b")])
     found = find_plan(graph, subject.signatures, load_cluster("h100x8").scaled(2), constraint=asked)
     whole = search(subject, 2, PLENTY, asked.permits)
