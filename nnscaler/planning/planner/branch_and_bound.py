@@ -163,12 +163,12 @@ def search(
     permitted: Callable[[Configuration], bool] = lambda _: True,
     progress: Callable[[str], None] = lambda _: None,
     impossible: Callable[[Configuration], bool] = lambda _: False,
-    known: float = float("inf"),
+    below: float = float("inf"),
 ) -> Search:
     """Return the best configuration of `ranks`, each with `memory` bytes, among those permitted.
 
     `impossible` says whether a configuration has no program. It takes time, and is asked only before one is solved.
-    `known`: seconds of a plan that is in hand already; the search ends when nothing that is left is faster.
+    `below`: seconds of a step that a plan has to be below; the search ends when nothing that is left can be.
 
     Raises NnscalerError("plan_illegal") where an operation has no choice that is allowed, whatever tp is, and
     Infeasible where no choices go together.
@@ -179,7 +179,7 @@ def search(
     undecided = float("inf")
     while queue:
         bound, depth, order, c = heapq.heappop(queue)
-        if bound >= known * (1 - CLOSE):
+        if bound >= below:
             return _result(best, solved, min(undecided, bound), len(queue) + 1, too_large, resting)
         if depth and c.recompute is None and not _chained(subject, c, depth):  # layers are not told apart
             for again in (False, True):
@@ -204,8 +204,8 @@ def search(
         found = replace(found, bound=found.bound + beside(subject, c))
         solved.append(found)
         undecided = min(undecided, max(bound, found.bound))
-        if found.fits and (best is None or found.seconds < best.seconds):
-            best, known = found, min(known, found.seconds)
+        if found.fits and found.seconds < (below if best is None else best.seconds):
+            best, below = found, found.seconds * (1 - CLOSE)
             progress(f"{found}: {found.seconds:.4g} s a step")
     return _result(best, solved, undecided, 0, too_large, resting)
 

@@ -82,7 +82,7 @@ from nnscaler.planning.context_parallel import contexts
 from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.cost.model_protocol import CostModel
 from nnscaler.planning.parallel_configurations import Configuration
-from nnscaler.planning.planner.branch_and_bound import Search, ranking, search
+from nnscaler.planning.planner.branch_and_bound import CLOSE, Search, ranking, search
 from nnscaler.planning.planner.build_certified_plan import Certificate, certificate, plan_of
 from nnscaler.planning.planner.evaluate_configuration import Evaluated, cuts_of
 from nnscaler.planning.planner.explain_no_plan import explain_no_choice, explain_nothing_found
@@ -172,8 +172,9 @@ def find_plan(
         refused: list[NnscalerError] = []
         for space in spaces:
             known = min((s.best.seconds for _, s in searched if s.best is not None), default=INFINITE)
+            below = known * (1 - CLOSE) if space.subject.within else INFINITE  # whole layers are easier to read
             try:
-                searched.append((space, space.look(limit, progress, known if space.subject.within else INFINITE)))
+                searched.append((space, space.look(limit, progress, below)))
             except NnscalerError as error:  # what the first one says is said, where none has a plan
                 if error.code not in ("plan_too_large", "plan_illegal"):
                     raise
@@ -231,14 +232,14 @@ class _Space:
     progress: Callable[[str], None]
     refusals: dict[tuple[int, int], str | None] = field(default_factory=dict)
 
-    def look(self, limit: float, progress: Callable[[str], None], known: float = INFINITE) -> Search:
-        """Search within so many bytes of a rank. `known`: seconds of a plan that is in hand.
+    def look(self, limit: float, progress: Callable[[str], None], below: float = INFINITE) -> Search:
+        """Search within so many bytes of a rank. `below`: seconds of a step that a plan has to be below.
 
         Raises NnscalerError("plan_illegal") where the constraints leave an operation no choice.
         """
         subject, ranks = self.subject, self.cluster.devices
         try:
-            return search(subject, ranks, limit, self._allowed, progress, self._impossible, known)
+            return search(subject, ranks, limit, self._allowed, progress, self._impossible, below)
         except (Infeasible, NnscalerError) as error:
             raise explain_no_choice(subject, self.constraint, self.cluster, error) from None
 
