@@ -64,9 +64,7 @@ CATALOGUE: Mapping[str, Code] = MappingProxyType(
         "gradient_differs": Code("The gradient of a parameter, put together from its shards, is not the model's."),
         "gradient_missing": Code("The model has a gradient for this parameter and the program has none."),
         "gradient_extra": Code("The program has a gradient for a parameter that has none in the model."),
-        "parameter_differs": Code(
-            "A parameter is not the model's after the optimizer's steps, although gradients agree."
-        ),
+        "parameter_differs": Code("A parameter is not the model's after the optimizer's steps."),
         "buffer_differs": Code("A buffer is not the model's after the steps."),
         "replicas_differ": Code("Ranks that hold copies of the same values hold different ones (bitwise)."),
         "parameter_not_held": Code("No rank holds this parameter or buffer of the model."),
