@@ -31,7 +31,7 @@ from nnscaler.planning.sharding.problem_config import Setting, given_axes
 from nnscaler.planning.sharding.strategies import Strategies, axis_options
 from nnscaler.planning.sharding.zero_stages import AT_REST_WHOLE, AtRest, ParameterPlacement
 from nnscaler.planning.solver.solve import solve
-from nnscaler.scheduling.interlaced import INTERLACED
+from nnscaler.scheduling.gpipe_and_1f1b import INTERLACED
 from nnscaler.scheduling.registry import DEFAULT, planned_schedules
 from nnscaler.scheduling.schedule import Ramp, ScheduleKind
 from nnscaler.transform.complete_plan import batch_of
