@@ -15,9 +15,14 @@ from importlib.metadata import version
 from math import floor, gcd, lcm
 
 from nnscaler.scheduling.search.bound import SLACK, ScheduleBound, bound_of, check_memory
-from nnscaler.scheduling.search.check_schedule import violations
 from nnscaler.scheduling.search.exact_state_search import search_states
-from nnscaler.scheduling.search.found_schedule import FoundSchedule, PeriodProof, ScheduleCertificate, limits_of
+from nnscaler.scheduling.search.found_schedule import (
+    FoundSchedule,
+    PeriodProof,
+    ScheduleCertificate,
+    limits_of,
+    violations,
+)
 from nnscaler.scheduling.search.job_shop_graph import Shop, Starts, orders_of, peaks_of, sequences, shop_of
 from nnscaler.scheduling.search.lengthen_short_schedule import longer_step
 from nnscaler.scheduling.search.list_scheduling_rules import Portfolio, settled

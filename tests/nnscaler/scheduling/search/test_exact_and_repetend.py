@@ -10,9 +10,9 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 
 from nnscaler.scheduling.search.bound import bound_of, memory_needed
-from nnscaler.scheduling.search.check_schedule import violations
 from nnscaler.scheduling.search.exact_state_search import search_states
 from nnscaler.scheduling.search.find import in_units
+from nnscaler.scheduling.search.found_schedule import violations
 from nnscaler.scheduling.search.job_shop_graph import Shop, Starts, makespan_of, sequences, shop_of
 from nnscaler.scheduling.search.lengthen_short_schedule import longer_step
 from nnscaler.scheduling.search.list_scheduling_rules import settled
