@@ -25,7 +25,7 @@ from nnscaler.scheduling.search.found_schedule import (
 )
 from nnscaler.scheduling.search.job_shop_graph import Shop, Starts, orders_of, peaks_of, sequences, shop_of
 from nnscaler.scheduling.search.lengthen_short_schedule import longer_step
-from nnscaler.scheduling.search.list_scheduling_rules import Portfolio, settled
+from nnscaler.scheduling.search.list_scheduling import Portfolio, settled
 from nnscaler.scheduling.search.modulo_scheduling import SEED, search_repetend
 from nnscaler.scheduling.search.problem import ScheduleProblem
 
