@@ -233,7 +233,7 @@ def _filled(places: tuple[tuple[int, ...], ...], micro_batches: int) -> tuple[tu
     from nnscaler.scheduling.search.bound import bound_of
     from nnscaler.scheduling.search.job_shop_graph import orders_of, shop_of
     from nnscaler.scheduling.search.list_scheduling import Portfolio
-    from nnscaler.scheduling.search.problem_from_placement import equal_stages, pipeline_problem
+    from nnscaler.scheduling.search.problem import equal_stages, pipeline_problem
 
     shop = shop_of(pipeline_problem(equal_stages(places), micro_batches, float(len(places)), split=True))
     found = Portfolio(shop)

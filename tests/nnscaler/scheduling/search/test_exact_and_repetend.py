@@ -17,8 +17,14 @@ from nnscaler.scheduling.search.job_shop_graph import Shop, Starts, makespan_of,
 from nnscaler.scheduling.search.lengthen_short_schedule import longer_step
 from nnscaler.scheduling.search.list_scheduling import settled
 from nnscaler.scheduling.search.modulo_scheduling import Repetend, search_repetend
-from nnscaler.scheduling.search.problem import PassBlock, ScheduleProblem, make_problem
-from nnscaler.scheduling.search.problem_from_placement import equal_stages, looped, pipeline_problem
+from nnscaler.scheduling.search.problem import (
+    PassBlock,
+    ScheduleProblem,
+    equal_stages,
+    looped,
+    make_problem,
+    pipeline_problem,
+)
 from tests.nnscaler.scheduling.search.problems import shortest, small_problems
 from tests.nnscaler.scheduling.search.shapes import folded, with_shared
 
