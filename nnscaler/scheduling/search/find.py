@@ -24,10 +24,9 @@ from nnscaler.scheduling.search.found_schedule import (
     violations,
 )
 from nnscaler.scheduling.search.job_shop_graph import Shop, Starts, orders_of, peaks_of, sequences, shop_of
-from nnscaler.scheduling.search.lengthen_short_schedule import longer_step
 from nnscaler.scheduling.search.list_scheduling import Portfolio, settled
-from nnscaler.scheduling.search.modulo_scheduling import SEED, search_repetend
 from nnscaler.scheduling.search.problem import ScheduleProblem
+from nnscaler.scheduling.search.repetends import SEED, longer_step, search_repetend
 
 COARSEST = 4  # units in the work of the busiest device: with fewer, times say nothing
 
