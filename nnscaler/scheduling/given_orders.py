@@ -181,7 +181,7 @@ def _text(order: object) -> str:
 # `_PipelineScheduleRuntime._load_csv(file)` of torch runs what is written here, and what its `_dump_csv` writes is
 # read, in both of its formats. An empty cell is idle time.
 
-FORM = (
+CELL_FORM = (
     "write <stage><kind><micro-batch>, such as 0F0, with the kinds F (forward), B (backward), or I and W (its halves); "
     "an empty cell is idle"
 )
@@ -227,7 +227,7 @@ def _passes(cell: str, where: SourceLocation, place: str) -> Iterator[str]:
             yield f"{match[2]}{int(match[1])}.{int(match[3])}"
         elif word and not _OWN.fullmatch(word):
             message = f"{where.file}: {place}: {word!r} is no pass of a stage"
-            raise NnscalerError("bad_schedule", message, where, FORM)
+            raise NnscalerError("bad_schedule", message, where, CELL_FORM)
 
 
 def write_csv(schedule: Schedule) -> str:

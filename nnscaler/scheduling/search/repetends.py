@@ -209,7 +209,7 @@ def _most_laps(shop: Shop, period: int) -> int:
 # what happened there can be repeated: it is a repetend of several micro-batches, with a warm-up and a cool-down that
 # fit. The moments need not be quite alike: the order that comes of it is replayed, and left out if it waits for ever or
 # does not fit into memory. Where one micro-batch in a period is not the best that can be done, such a repetend beats
-# every one of `modulo_scheduling.py`.
+# every one of those above.
 
 LONGEST = 4  # micro-batches in a segment
 TRIED = 4  # times that every segment is repeated
