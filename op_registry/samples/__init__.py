@@ -21,17 +21,17 @@ from op_registry.samples.sample import Sample, replace_tensors
 __all__ = ["SAMPLES", "Sample", "replace_tensors", "samples_of"]
 
 SAMPLES: tuple[Sample, ...] = (
-    *pointwise.SAMPLES,
-    *views_joins.SAMPLES,
-    *products_norms_attention.SAMPLES,
-    *indexing.SAMPLES,
-    *factories.SAMPLES,
-    *losses.SAMPLES,
-    *convolution_pooling_resizing.SAMPLES,
-    *linear_algebra.SAMPLES,
-    *reductions.SAMPLES,
+    *pointwise.POINTWISE,
+    *views_joins.VIEWS_JOINS,
+    *products_norms_attention.PRODUCTS_NORMS_ATTENTION,
+    *indexing.INDEXING,
+    *factories.FACTORIES,
+    *losses.LOSSES,
+    *convolution_pooling_resizing.CONVOLUTION_POOLING_RESIZING,
+    *linear_algebra.LINEAR_ALGEBRA,
+    *reductions.REDUCTIONS,
     *factories.WINDOWS,
-    *recurrent_spectral.SAMPLES,
+    *recurrent_spectral.RECURRENT_SPECTRAL,
 )
 
 

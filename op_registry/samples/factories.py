@@ -7,7 +7,7 @@ from op_registry.samples.sample import C, F, I, S, Sample
 
 _DOUBLE = DType("float64")
 
-SAMPLES: tuple[Sample, ...] = (
+FACTORIES: tuple[Sample, ...] = (
     S("arange", 12, splits="t"),
     S("arange", 12, dtype=_DOUBLE, splits="t"),
     S("arange.start", 5, 17, splits="t"),

@@ -112,4 +112,4 @@ _SORT: tuple[Sample, ...] = (
     S("histc", F(6, 12), 5, -1, 1, splits="a b"),
 )
 
-SAMPLES: tuple[Sample, ...] = (*_EMBEDDING, *_INDEX, *_SORT)
+INDEXING: tuple[Sample, ...] = (*_EMBEDDING, *_INDEX, *_SORT)

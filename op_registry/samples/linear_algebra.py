@@ -105,4 +105,4 @@ _DISTANCES: tuple[Sample, ...] = (
     S("linalg_cross", F(3, 12), F(3, 12), dim=0, splits="b"),
 )
 
-SAMPLES: tuple[Sample, ...] = (*_PRODUCTS, *_ALGEBRA, *_DISTANCES)
+LINEAR_ALGEBRA: tuple[Sample, ...] = (*_PRODUCTS, *_ALGEBRA, *_DISTANCES)

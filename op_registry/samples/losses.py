@@ -126,7 +126,7 @@ _SPEECH: tuple[Sample, ...] = (
     S("ctc_loss.IntList", F(8, 3, 5), I(3, 3, high=5, low=1), [8, 7, 8], [3, 2, 1]),
 )
 
-SAMPLES: tuple[Sample, ...] = (
+LOSSES: tuple[Sample, ...] = (
     *_POINTWISE_LOSSES,
     *_LABEL_LOSSES,
     *_POINTWISE,

@@ -214,4 +214,4 @@ _SPECIAL: tuple[Sample, ...] = (
 _SPECIAL_FUNCTIONS: tuple[Sample, ...] = (*_ALIASES, *_PAIRS, *_SPECIAL)
 
 
-SAMPLES: tuple[Sample, ...] = (*_UNARY, *_BINARY, *_ARITHMETIC, *_CHOICE, *_CASTS, *_SPECIAL_FUNCTIONS)
+POINTWISE: tuple[Sample, ...] = (*_UNARY, *_BINARY, *_ARITHMETIC, *_CHOICE, *_CASTS, *_SPECIAL_FUNCTIONS)

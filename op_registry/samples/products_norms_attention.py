@@ -170,4 +170,4 @@ _BATCH_NORM: tuple[Sample, ...] = (
 )
 
 
-SAMPLES: tuple[Sample, ...] = (*_PRODUCTS, *_SUMS, *_FROZEN, *_NORMS, *_ATTENTION, *_BATCH_NORM)
+PRODUCTS_NORMS_ATTENTION: tuple[Sample, ...] = (*_PRODUCTS, *_SUMS, *_FROZEN, *_NORMS, *_ATTENTION, *_BATCH_NORM)

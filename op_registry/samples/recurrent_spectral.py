@@ -103,4 +103,4 @@ _GROUPED: tuple[Sample, ...] = (
     S("nnscaler.grouped_mm", F(18, 24), F(6, 24, 12), Tensor((6,), "offsets", 15), splits="m k g n"),
 )
 
-SAMPLES: tuple[Sample, ...] = (*_RECURRENT, *_SPECTRAL, *_GROUPED)
+RECURRENT_SPECTRAL: tuple[Sample, ...] = (*_RECURRENT, *_SPECTRAL, *_GROUPED)

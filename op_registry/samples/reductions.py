@@ -82,4 +82,4 @@ _NORMS: tuple[Sample, ...] = (
     S("_native_batch_norm_legit_no_training", F(18, 6), F(6), F(6), C(6), C(6), 0.1, 1e-5, splits="b c"),
 )
 
-SAMPLES: tuple[Sample, ...] = (*_SCANS, *_REDUCTIONS, *_NORMS)
+REDUCTIONS: tuple[Sample, ...] = (*_SCANS, *_REDUCTIONS, *_NORMS)

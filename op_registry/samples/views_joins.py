@@ -200,4 +200,4 @@ _PIECES: tuple[Sample, ...] = (
 )
 
 
-SAMPLES: tuple[Sample, ...] = (*_VIEWS, *_ORDER, *_REPEAT, *_JOIN, *_CUT, *_PIECES)
+VIEWS_JOINS: tuple[Sample, ...] = (*_VIEWS, *_ORDER, *_REPEAT, *_JOIN, *_CUT, *_PIECES)
