@@ -6,15 +6,13 @@ from functools import cache
 
 from op_registry.samples import (
     convolution_pooling_resizing,
-    factories,
-    indexing,
     linear_algebra,
     losses,
     pointwise,
     products_norms_attention,
     recurrent_spectral,
     reductions,
-    views_joins,
+    tensors,
 )
 from op_registry.samples.sample import Sample, replace_tensors
 
@@ -22,15 +20,15 @@ __all__ = ["SAMPLES", "Sample", "replace_tensors", "samples_of"]
 
 SAMPLES: tuple[Sample, ...] = (
     *pointwise.POINTWISE,
-    *views_joins.VIEWS_JOINS,
+    *tensors.VIEWS_JOINS,
     *products_norms_attention.PRODUCTS_NORMS_ATTENTION,
-    *indexing.INDEXING,
-    *factories.FACTORIES,
+    *tensors.INDEXING,
+    *tensors.FACTORIES,
     *losses.LOSSES,
     *convolution_pooling_resizing.CONVOLUTION_POOLING_RESIZING,
     *linear_algebra.LINEAR_ALGEBRA,
     *reductions.REDUCTIONS,
-    *factories.WINDOWS,
+    *tensors.WINDOWS,
     *recurrent_spectral.RECURRENT_SPECTRAL,
 )
 
