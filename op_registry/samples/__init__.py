@@ -8,10 +8,9 @@ from op_registry.samples import (
     convolution_pooling_resizing,
     linear_algebra,
     losses,
-    pointwise,
+    pointwise_reductions,
     products_norms_attention,
     recurrent_spectral,
-    reductions,
     tensors,
 )
 from op_registry.samples.sample import Sample, replace_tensors
@@ -19,7 +18,7 @@ from op_registry.samples.sample import Sample, replace_tensors
 __all__ = ["SAMPLES", "Sample", "replace_tensors", "samples_of"]
 
 SAMPLES: tuple[Sample, ...] = (
-    *pointwise.POINTWISE,
+    *pointwise_reductions.POINTWISE,
     *tensors.VIEWS_JOINS,
     *products_norms_attention.PRODUCTS_NORMS_ATTENTION,
     *tensors.INDEXING,
@@ -27,7 +26,7 @@ SAMPLES: tuple[Sample, ...] = (
     *losses.LOSSES,
     *convolution_pooling_resizing.CONVOLUTION_POOLING_RESIZING,
     *linear_algebra.LINEAR_ALGEBRA,
-    *reductions.REDUCTIONS,
+    *pointwise_reductions.REDUCTIONS,
     *tensors.WINDOWS,
     *recurrent_spectral.RECURRENT_SPECTRAL,
 )
