@@ -6,11 +6,10 @@ from functools import cache
 
 from op_registry.samples import (
     convolution_pooling_resizing,
-    linear_algebra,
+    linear_recurrent_spectral,
     losses,
     pointwise_reductions,
     products_norms_attention,
-    recurrent_spectral,
     tensors,
 )
 from op_registry.samples.sample import Sample, replace_tensors
@@ -25,10 +24,10 @@ SAMPLES: tuple[Sample, ...] = (
     *tensors.FACTORIES,
     *losses.LOSSES,
     *convolution_pooling_resizing.CONVOLUTION_POOLING_RESIZING,
-    *linear_algebra.LINEAR_ALGEBRA,
+    *linear_recurrent_spectral.LINEAR_ALGEBRA,
     *pointwise_reductions.REDUCTIONS,
     *tensors.WINDOWS,
-    *recurrent_spectral.RECURRENT_SPECTRAL,
+    *linear_recurrent_spectral.RECURRENT_SPECTRAL,
 )
 
 
