@@ -7,9 +7,8 @@ from functools import cache
 from op_registry.samples import (
     convolution_pooling_resizing,
     linear_recurrent_spectral,
-    losses,
     pointwise_reductions,
-    products_norms_attention,
+    products_norms_losses,
     tensors,
 )
 from op_registry.samples.sample import Sample, replace_tensors
@@ -19,10 +18,10 @@ __all__ = ["SAMPLES", "Sample", "replace_tensors", "samples_of"]
 SAMPLES: tuple[Sample, ...] = (
     *pointwise_reductions.POINTWISE,
     *tensors.VIEWS_JOINS,
-    *products_norms_attention.PRODUCTS_NORMS_ATTENTION,
+    *products_norms_losses.PRODUCTS_NORMS_ATTENTION,
     *tensors.INDEXING,
     *tensors.FACTORIES,
-    *losses.LOSSES,
+    *products_norms_losses.LOSSES,
     *convolution_pooling_resizing.CONVOLUTION_POOLING_RESIZING,
     *linear_recurrent_spectral.LINEAR_ALGEBRA,
     *pointwise_reductions.REDUCTIONS,
