@@ -34,7 +34,7 @@ SPECS: tuple[OperatorSpec, ...] = (
     *convolution_and_pooling.SPECS,
     *elementwise.SPECS,
     *embedding_and_index_hooks.SPECS,
-    *factories.SPECS,
+    *factories.FACTORIES,
     *index.SPECS,
     *resizing_and_grid_sampling.SPECS,
     *matrix_decompositions.SPECS,
@@ -43,6 +43,6 @@ SPECS: tuple[OperatorSpec, ...] = (
     *normalisation.SPECS,
     *cat_and_split.SPECS,
     *reductions.SPECS,
-    *fourier_and_complex.SPECS,
+    *fourier_and_complex.FOURIER_AND_COMPLEX,
     *views.SPECS,
 )

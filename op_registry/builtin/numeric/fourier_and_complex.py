@@ -77,7 +77,7 @@ _TRANSFORMS = {
     for count, annotation in _KINDS.items()
 }
 
-SPECS: tuple[OperatorSpec, ...] = (
+FOURIER_AND_COMPLEX: tuple[OperatorSpec, ...] = (
     *(OperatorSpec(f"aten.{name}.default", annotation, linear=_FIRST) for name, annotation in _TRANSFORMS.items()),
     *(OperatorSpec(f"aten.{name}.default", _shift, linear=_FIRST) for name in ("fft_fftshift", "fft_ifftshift")),
     *(

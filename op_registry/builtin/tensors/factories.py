@@ -71,7 +71,6 @@ def _copied(call: Call) -> str:
     return annotate([names, *("()" for _ in call.tensors()[1:])], [names])
 
 
-_FIRST = linear_in({0})
 _SIZED = ("zeros.default", "ones.default", "empty.memory_format", "full.default")
 _NEW = ("new_zeros.default", "new_ones.default", "new_empty.default", "new_full.default")
 _LIKE = ("ones_like.default", "empty_like.default", "full_like.default")
@@ -83,7 +82,7 @@ _NUMBERS = """
     logspace.default range.default range.step tril_indices.default triu_indices.default
 """.split()
 
-SPECS: tuple[OperatorSpec, ...] = (
+FACTORIES: tuple[OperatorSpec, ...] = (
     *(OperatorSpec(f"aten.{name}", _filled, shape_argument=(0, "size", 0)) for name in _SIZED),
     *(OperatorSpec(f"aten.{name}", _filled_like, detached=True, shape_argument=(1, "size", 0)) for name in _NEW),
     OperatorSpec(
@@ -98,7 +97,7 @@ SPECS: tuple[OperatorSpec, ...] = (
         OperatorSpec(f"nnscaler.{name}", _filled, shape_argument=(0, "size", 0), random=True)
         for name in ("random_uniform", "random_normal")
     ),
-    OperatorSpec("aten.zeros_like.default", "* -> *", linear=_FIRST, detached=True),
+    OperatorSpec("aten.zeros_like.default", "* -> *", linear=linear_in({0}), detached=True),
     *(
         OperatorSpec(
             f"aten.arange.{name}", _arange, contiguous=frozenset({"t"}), localize=_localize_arange, uneven=True
@@ -115,5 +114,5 @@ SPECS: tuple[OperatorSpec, ...] = (
     *(OperatorSpec(f"aten.{name}", _whole) for name in _NUMBERS),
     OperatorSpec("aten.fill.Scalar", "* -> *"),
     OperatorSpec("aten.fill.Tensor", _copied),
-    OperatorSpec("aten.zero.default", "* -> *", linear=_FIRST),
+    OperatorSpec("aten.zero.default", "* -> *", linear=linear_in({0})),
 )
