@@ -21,10 +21,9 @@ from op_registry.builtin.numeric import (
 from op_registry.builtin.tensors import (
     cat_and_split,
     embedding_and_index_hooks,
-    factories,
     index,
     permute_repeat_pad,
-    views,
+    views_and_factories,
 )
 from op_registry.spec import OperatorSpec
 
@@ -34,7 +33,7 @@ SPECS: tuple[OperatorSpec, ...] = (
     *convolution_and_pooling.SPECS,
     *elementwise.SPECS,
     *embedding_and_index_hooks.SPECS,
-    *factories.FACTORIES,
+    *views_and_factories.FACTORIES,
     *index.SPECS,
     *resizing_and_grid_sampling.SPECS,
     *matrix_decompositions.SPECS,
@@ -44,5 +43,5 @@ SPECS: tuple[OperatorSpec, ...] = (
     *cat_and_split.SPECS,
     *reductions.SPECS,
     *fourier_and_complex.FOURIER_AND_COMPLEX,
-    *views.SPECS,
+    *views_and_factories.SPECS,
 )
