@@ -12,7 +12,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph, Operation, element_bytes
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Chunk, Split
-from nnscaler.planning.constraints.megatron_roles import Roles, roles_of
+from nnscaler.planning.constraints.megatron import Roles, roles_of
 from nnscaler.transform.chunked_regions import ChunkedRegion, choose_pieces
 from nnscaler.transform.complete_plan import follow_batch
 from nnscaler.transform.plan import ChunkStep, Plan

@@ -31,7 +31,7 @@ from nnscaler.planning.constraints import (
     sizes,
     together,
 )
-from nnscaler.planning.constraints.megatron_roles import roles_of
+from nnscaler.planning.constraints.megatron import roles_of
 from nnscaler.planning.plan_from_axes import make_plan, steps_of
 from nnscaler.planning.planner.branch_and_bound import CLOSE
 from nnscaler.planning.planner.build_certified_plan import choices_of
