@@ -79,7 +79,7 @@ from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice
 from nnscaler.planning.cluster.description import Cluster, show_bytes, show_enough_bytes
 from nnscaler.planning.constraints import Constraint
-from nnscaler.planning.context_parallel import contexts
+from nnscaler.planning.context_and_expert_parallel import contexts
 from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.cost.model_protocol import CostModel
 from nnscaler.planning.parallel_configurations import Configuration

@@ -12,8 +12,8 @@ from nnscaler.ir.graph import Graph, LogicalTensor, element_bytes, gradient_dtyp
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice
 from nnscaler.planning.constraints.kinds import Constraint
+from nnscaler.planning.context_and_expert_parallel import find_experts
 from nnscaler.planning.cost.model_protocol import AxisPlace, CostModel
-from nnscaler.planning.expert_parallel import find_experts
 from nnscaler.planning.parallel_configurations import Configuration, configurations
 from nnscaler.planning.planner.bounds.pipeline import Layered
 from nnscaler.planning.planner.bounds.rough import Least, Rough

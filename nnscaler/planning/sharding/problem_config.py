@@ -10,9 +10,8 @@ from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice
 from nnscaler.layout import MICRO, Layout, local_shape
-from nnscaler.planning.context_parallel import context_parallel
+from nnscaler.planning.context_and_expert_parallel import context_parallel, expert_steps
 from nnscaler.planning.cost.model_protocol import AxisPlace
-from nnscaler.planning.expert_parallel import expert_steps
 from nnscaler.transform.complete_plan import follow_batch
 from nnscaler.transform.plan import CP, DP, EP, Axes, Plan, Step
 
