@@ -59,7 +59,7 @@ def explanation(found: Found, name: str) -> list[str]:
     Raises NnscalerError("plan_illegal") for an operation that there is not.
     """
     from nnscaler.planning.cluster.description import show_bytes, show_seconds
-    from nnscaler.planning.planner.price_other_choices import alternatives
+    from nnscaler.planning.compare_plans import alternatives
     from nnscaler.transform.select_operations import select
 
     operations = select(found.subject.graph, (name,))
