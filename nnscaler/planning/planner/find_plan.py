@@ -90,7 +90,7 @@ from nnscaler.planning.planner.planner_graph import FREE, PlanningCache
 from nnscaler.planning.sharding.parameter_and_activation_memory import CLUSTERS_MEMORY, MemoryBudget, bytes_of_optimizer
 from nnscaler.planning.solver.problem import Infeasible
 from nnscaler.transform.complete_plan import follow_batch
-from nnscaler.transform.pipeline_cut_points import describe_modules
+from nnscaler.transform.pipeline_cuts import describe_modules
 from nnscaler.transform.plan import DP, Plan
 
 # Find the constraint that cannot hold, and what would.
