@@ -32,7 +32,7 @@ from nnscaler.tracing.sample_inputs import flatten_inputs
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.complete_plan import follow_batch, tokens_of
 from nnscaler.transform.plan import PP, AssignStep, Axes, ChunkStep, Plan, RestStep, Step
-from nnscaler.transform.split_candidates import Candidates, all_candidates
+from nnscaler.transform.propagate_choices import Candidates, all_candidates
 from verify.programs.opened_program import open_program
 from verify.programs.prepare_verification import Prepared, matched_draws
 from verify.programs.reference.eager import ReferenceSettings, randomise_parameters, run_reference

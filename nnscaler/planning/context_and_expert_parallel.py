@@ -22,8 +22,7 @@ from nnscaler.ir.placement import Choice, Split
 from nnscaler.layout import SLICE, Sharded, State
 from nnscaler.transform.complete_plan import follow_batch
 from nnscaler.transform.plan import DP, EP, Axes, Plan, SplitStep
-from nnscaler.transform.propagate_choices import FollowAxis, follow
-from nnscaler.transform.split_candidates import Candidates, reach
+from nnscaler.transform.propagate_choices import Candidates, FollowAxis, follow, reach
 
 BLOCKS = 8  # of the sequence on a rank, at most: the last rank then has an eighth more work than the average
 

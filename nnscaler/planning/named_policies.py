@@ -25,8 +25,8 @@ from nnscaler.scheduling.schedule import ScheduleKind
 from nnscaler.transform.chunked_regions import ChunkedRegion, choose_pieces
 from nnscaler.transform.complete_plan import follow_batch
 from nnscaler.transform.plan import DP, PP, SHARD, TP, ChunkStep, Plan, RecomputeStep, Step
+from nnscaler.transform.propagate_choices import all_candidates
 from nnscaler.transform.select_operations import Layer, layers_of
-from nnscaler.transform.split_candidates import all_candidates
 
 PIECES, REGIONS, RECOMPUTE = "pieces", "regions", "recompute"  # words of a policy that are no axes
 _DATA = (DP, SHARD, "zero", "owned")

@@ -40,8 +40,8 @@ from nnscaler.transform.plan import (
     Step,
     stage_devices,
 )
+from nnscaler.transform.propagate_choices import all_candidates, reach
 from nnscaler.transform.select_operations import select
-from nnscaler.transform.split_candidates import all_candidates, reach
 
 # Tensor parallelism from annotations alone: the legal choice per operation with the least work and communication.
 # From the cost of compute, memory traffic, parameter memory and communicated elements, `search` finds the

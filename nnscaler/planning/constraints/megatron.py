@@ -15,8 +15,8 @@ from nnscaler.layout import Sharded, State
 from nnscaler.planning.constraints.kinds import Constraint
 from nnscaler.transform.complete_plan import batch_of, batch_states
 from nnscaler.transform.plan import DP
+from nnscaler.transform.propagate_choices import reach
 from nnscaler.transform.select_operations import layers_of
-from nnscaler.transform.split_candidates import reach
 
 TWO = 2  # parts, for which identifiers are looked for: which they are does not depend on it
 

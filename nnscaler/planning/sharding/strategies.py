@@ -15,7 +15,7 @@ from nnscaler.layout import Layout
 from nnscaler.planning.sharding.problem_config import Setting
 from nnscaler.transform.complete_plan import batch_of, batch_states
 from nnscaler.transform.plan import DP
-from nnscaler.transform.split_candidates import all_candidates, reach
+from nnscaler.transform.propagate_choices import all_candidates, reach
 
 SMALL = 1024  # elements of a tensor whose partial sums are always considered
 
