@@ -18,7 +18,7 @@ from nnscaler.communication.communicated_graph import (
 )
 from nnscaler.communication.cross_mesh_resharding import in_micro_batch, transfer
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.legal_layout import shape_of_rank
+from nnscaler.ir.layout_conversion import shape_of_rank
 from nnscaler.ir.placement import Stage
 from nnscaler.layout import INVARIANT
 

@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nnscaler.ir.graph import LogicalTensor, element_bytes
-from nnscaler.ir.layout_conversion import ROWS, ConversionStep, find_path, move_cost
-from nnscaler.ir.legal_layout import explain_illegal
+from nnscaler.ir.layout_conversion import ROWS, ConversionStep, explain_illegal, find_path, move_cost
 from nnscaler.ir.ring_rotation_calls import Circulates, Direction, rotations
 from nnscaler.layout import INVARIANT, Layout, Sharded, State, full_along, local_shape
 from nnscaler.planning.cost.model_protocol import Collective, CostModel, Shape

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from nnscaler.ir.graph import LogicalTensor
-from nnscaler.ir.legal_layout import explain_illegal
+from nnscaler.ir.layout_conversion import explain_illegal
 from nnscaler.layout import INVARIANT, PARTIAL, REPLICATED, Layout, Sharded
 from nnscaler.planning.cluster.read import load_cluster
 from nnscaler.planning.cost.analytic import AnalyticCost

@@ -21,7 +21,7 @@ from nnscaler.codegen.expressions import layout_text
 from nnscaler.codegen.operator_names import returns_sequence
 from nnscaler.ir.derive_operand_layouts import explain_illegal_choices, input_states, output_states, shards_of
 from nnscaler.ir.graph import Graph, Operation
-from nnscaler.ir.legal_layout import shape_of_rank
+from nnscaler.ir.layout_conversion import shape_of_rank
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice, RunInvariant, Split
 from nnscaler.layout import Axis, Invariant, Layout, Partial, Replicated, Sharded, State
