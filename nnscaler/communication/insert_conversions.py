@@ -27,8 +27,7 @@ from nnscaler.communication.communicated_graph import (
     with_gradients,
     writes,
 )
-from nnscaler.communication.implicit_parameter_moves import moves_of
-from nnscaler.communication.parameter_layouts import StoredLayout, outside_region, stored_layouts, whole
+from nnscaler.communication.parameter_layouts import StoredLayout, moves_of, outside_region, stored_layouts, whole
 from nnscaler.communication.stage_builder import StageBuilder
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.derive_operand_layouts import input_layouts, output_layouts, shards_of

@@ -27,7 +27,7 @@ from nnscaler.communication.communicated_graph import (
     writes,
 )
 from nnscaler.communication.cross_mesh_resharding import BlockMessage, in_micro_batch, transfer
-from nnscaler.communication.find_regathered_parameters import gathered_again
+from nnscaler.communication.parameter_layouts import gathered_again
 from nnscaler.communication.zero_bubble_split import statement_halves
 from nnscaler.ir.graph import Graph, Operation, element_bytes
 from nnscaler.ir.placement import Stage

@@ -49,7 +49,7 @@ from nnscaler.communication.communicated_graph import (
     times_of,
     writes,
 )
-from nnscaler.communication.find_regathered_parameters import let_go
+from nnscaler.communication.parameter_layouts import let_go
 from nnscaler.communication.stage_communication_calls import ranks_text
 from nnscaler.communication.zero_bubble_split import BOTH, statement_halves
 from nnscaler.ir.graph import Graph, element_bytes, gradient_dtype
