@@ -14,7 +14,7 @@ from nnscaler.ir.operation_annotations import signatures
 from nnscaler.ir.placement import Choice
 from nnscaler.planning.cluster.description import quantity
 from nnscaler.planning.cluster.read import load_cluster
-from nnscaler.planning.compare_plans import alternatives
+from nnscaler.planning.compare_plans_and_choices import alternatives
 from nnscaler.planning.constraints import Constraint, all_of, read_constraints, replicate, require, sizes
 from nnscaler.planning.parallel_configurations import Configuration, configurations, divisors
 from nnscaler.planning.planner.branch_and_bound import CLOSE, search
