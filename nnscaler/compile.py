@@ -43,7 +43,7 @@ from nnscaler.scheduling.registry import check_schedule, get_schedule, schedule_
 from nnscaler.scheduling.schedule import Schedule, ScheduleKind
 from nnscaler.scheduling.timeline import PassCosts, simulate, timeline_rows
 from nnscaler.tracing import Traced, trace
-from nnscaler.tracing.user_loss import LossFunction, origin_of_loss
+from nnscaler.tracing.models_with_added_loss import LossFunction, origin_of_loss
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.carry_plan_between_traces import carry
 from nnscaler.transform.complete_plan import largest_micro_batches

@@ -29,10 +29,10 @@ from nnscaler.tracing.export.loss_module import LossModule, is_meta, mode_note, 
 from nnscaler.tracing.export.module_copies import refuse_shared_memory
 from nnscaler.tracing.export.mutated_attributes_and_draws import told_of_attributes, told_of_draws
 from nnscaler.tracing.float64_run import device_of
+from nnscaler.tracing.models_with_added_loss import LossFunction, with_loss
 from nnscaler.tracing.passes import run_passes
 from nnscaler.tracing.repeated_layers.expand import Stitched, export_graph
 from nnscaler.tracing.sample_inputs import SampleInputs, flatten_inputs
-from nnscaler.tracing.user_loss import LossFunction, with_loss
 
 
 @dataclass(frozen=True)

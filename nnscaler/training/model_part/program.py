@@ -20,8 +20,8 @@ from nnscaler.runtime.nested_values import items_of
 from nnscaler.runtime.stage_base_class import INPUT_GRADIENT
 from nnscaler.tracing import trace
 from nnscaler.tracing.graph_builder import TensorName
+from nnscaler.tracing.models_with_added_loss import cotangent, fit, part_of_model
 from nnscaler.tracing.sample_inputs import SampleInputs, flatten_inputs
-from nnscaler.tracing.user_loss import cotangent, fit, part_of_model
 from nnscaler.training.compile_once import compile_once
 
 Kinds = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # by name in the batch
