@@ -16,7 +16,7 @@ import torch
 from op_registry.registry import default_registry
 
 from nnscaler.codegen.compiled_program import Origin, Program, modes_of
-from nnscaler.codegen.expressions import operator_files, operator_origins
+from nnscaler.codegen.expressions_and_names import operator_files, operator_origins
 from nnscaler.codegen.generate import generate, manifest
 from nnscaler.communication.communicated_graph import CommunicatedGraph
 from nnscaler.communication.communication_volume import step_communication

@@ -9,7 +9,7 @@ import torch
 
 import nnscaler
 from nnscaler.codegen.compiled_program import sha256
-from nnscaler.codegen.expressions import Origin, written_origins
+from nnscaler.codegen.expressions_and_names import Origin, written_origins
 from nnscaler.codegen.role_writer import write_role
 from nnscaler.communication.communicated_graph import CommunicatedGraph, StageProgram, chunk_of, writes
 from nnscaler.ir.graph import LOSS, Graph

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from nnscaler.codegen.expressions import is_builtin, user_name
+from nnscaler.codegen.expressions_and_names import is_builtin, user_name
 from nnscaler.codegen.stage_writer import INDENT, StageWriter, indented, states_text
 from nnscaler.communication.communicated_graph import (
     CommunicatedGraph,

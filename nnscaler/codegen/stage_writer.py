@@ -9,7 +9,7 @@ from functools import cached_property
 
 from op_registry.registry import facts_of
 
-from nnscaler.codegen.expressions import (
+from nnscaler.codegen.expressions_and_names import (
     arguments,
     conversion_text,
     function_text,

@@ -11,7 +11,7 @@ from op_registry.call import AxisArgument, Call, DType, TensorArgument, instance
 from op_registry.rank_expression import Expression
 from op_registry.registry import facts_of
 
-from nnscaler.codegen.expressions import needs_device
+from nnscaler.codegen.expressions_and_names import needs_device
 from nnscaler.ir.graph import Operation
 from nnscaler.ir.layout_conversion import explain_illegal
 from nnscaler.layout import Layout, Sharded, State

@@ -17,7 +17,7 @@ from op_registry.bind_annotation import Shape, localise
 from op_registry.call import Call, TensorArgument, instances_in, map_leaves
 from op_registry.spec import Refusal
 
-from nnscaler.codegen.expressions import layout_text, returns_sequence
+from nnscaler.codegen.expressions_and_names import layout_text, returns_sequence
 from nnscaler.ir.derive_operand_layouts import explain_illegal_choices, input_states, output_states, shards_of
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.layout_conversion import shape_of_rank
