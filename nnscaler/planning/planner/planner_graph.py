@@ -213,7 +213,7 @@ class PlanningCache:
             named = {name for op in operations for name in (*op.inputs, *op.outputs)}
             tensors = {name: t for name, t in graph.tensors.items() if name in named or t.role == "input"}
             graph = graph.replace(tensors=tensors, operations=operations)
-        found = axis_options(graph, self.signatures, parts, with_batch=False, full=True)
+        found = axis_options(graph, self.signatures, parts)
         if repeated is not None:
             model = self.layers[repeated.window[0]].operations
             for layer in self.layers[1:-1]:

@@ -19,22 +19,21 @@ from nnscaler.transform.plan import CP, DP, EP, Axes, Plan, Step
 @dataclass(frozen=True)
 class Setting:
     """
-    searched       axes whose choices are searched
-    given          other mesh axes, which follow the batch
+    searched       the axis whose choices are searched; () where there is none
+    given          other mesh axes, which follow the batch: micro-batches are parts of it as ranks of dp are
     made           the choices on `given`, then on micro-batches, by operation; equal ones are one object
     places         by axis, where its groups of ranks lie in the cluster
     """
 
     searched: Axes
     given: Axes
-    micro_batches: int
     made: Mapping[str, tuple[Choice, ...]]
     places: Mapping[str, AxisPlace]
 
     @cached_property
     def axes(self) -> Axes:
         """The axes of layouts here: searched, given, micro-batches."""
-        return (*self.searched, *self.given, (MICRO, self.micro_batches))
+        return (*self.searched, *self.given, (MICRO, 1))
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -43,31 +42,6 @@ class Setting:
     def local(self, layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the largest shard of a rank in one micro-batch."""
         return local_shape(layout, self.sizes, shape)
-
-
-def make_setting(
-    graph: Graph,
-    signatures: Mapping[str, Signature],
-    mesh: Axes,
-    searched: tuple[str, ...],
-    micro_batches: int,
-    places: Mapping[str, AxisPlace],
-    steps: tuple[Step, ...] = (),
-) -> Setting:
-    """Return the setting of a mesh (rank order, without pp). The batch goes to the axes that are not searched; on
-    these, `steps` say what does not follow it.
-
-    Raises NnscalerError: plan_illegal where the batch does not divide, micro_batches_coupled.
-    """
-    free = tuple(a for a in mesh if a[0] in searched)
-    given = tuple(a for a in mesh if a[0] not in searched)
-    plan = Plan(mesh, steps, micro_batches, data_axes=tuple(name for name, _ in given))
-    made, axes = follow_batch(graph, signatures, plan, given)
-    order = [[name for name, _ in axes].index(name) for name in (*(n for n, _ in given), MICRO)]
-    same: dict[tuple[Choice, ...], tuple[Choice, ...]] = {}
-    taken = {name: tuple(choices[i] for i in order) for name, choices in made.items()}
-    shared = {name: same.setdefault(choices, choices) for name, choices in taken.items()}
-    return Setting(free, given, micro_batches, shared, dict(places))
 
 
 def given_axes(
@@ -79,19 +53,30 @@ def given_axes(
     places: Mapping[str, AxisPlace],
 ) -> Setting:
     """Return the setting in which the batch is cut into `parts`, `ep` of them divide the experts, and `cp` ranks each
-    sequence, on the last axis."""
+    sequence, on the last axis.
+
+    Raises NnscalerError: plan_illegal where the batch does not divide, micro_batches_coupled.
+    """
     mesh: Axes = ((DP, parts),) if parts > 1 else ()
     steps: tuple[Step, ...] = ()
     if ep > 1:
         mesh = ((DP, parts // ep), (EP, ep))
         steps = expert_steps(graph, signatures, Plan(mesh, data_axes=(DP, EP)), mesh, ep)
-    made = make_setting(graph, signatures, mesh, (), 1, places, steps)
-    return made if cp == 1 else _with_tokens(graph, signatures, made, cp)
+    plan = Plan(mesh, steps, data_axes=tuple(name for name, _ in mesh))
+    made, axes = follow_batch(graph, signatures, plan, mesh)
+    order = [[name for name, _ in axes].index(name) for name in (*(n for n, _ in mesh), MICRO)]
+    taken = {name: tuple(choices[i] for i in order) for name, choices in made.items()}
+    setting = Setting((), mesh, _shared(taken), dict(places))
+    return setting if cp == 1 else _with_tokens(graph, signatures, setting, cp)
+
+
+def _shared(made: Mapping[str, tuple[Choice, ...]]) -> dict[str, tuple[Choice, ...]]:
+    """Return the choices by operation, equal ones as one object."""
+    same: dict[tuple[Choice, ...], tuple[Choice, ...]] = {}
+    return {name: same.setdefault(choices, choices) for name, choices in made.items()}
 
 
 def _with_tokens(graph: Graph, signatures: Mapping[str, Signature], setting: Setting, cp: int) -> Setting:
     choices, _ = context_parallel(graph, signatures, CP, cp, setting.made, setting.axes)
-    same: dict[tuple[Choice, ...], tuple[Choice, ...]] = {}
     joined = {name: (*before[:-1], choices[name], before[-1]) for name, before in setting.made.items()}
-    shared = {name: same.setdefault(made, made) for name, made in joined.items()}
-    return replace(setting, given=(*setting.given, (CP, cp)), made=shared)
+    return replace(setting, given=(*setting.given, (CP, cp)), made=_shared(joined))

@@ -17,8 +17,6 @@ from nnscaler.transform.complete_plan import batch_of, batch_states
 from nnscaler.transform.plan import DP
 from nnscaler.transform.propagate_choices import all_candidates, reach
 
-SMALL = 1024  # elements of a tensor whose partial sums are always considered
-
 AxisOptions = Mapping[str, tuple[Choice, ...]]  # operation -> choices on one axis
 
 
@@ -36,39 +34,25 @@ class Strategy:
     makes: tuple[Layout, ...]
 
 
-def axis_options(
-    graph: Graph, signatures: Mapping[str, Signature], parts: int, with_batch: bool, full: bool
-) -> dict[str, tuple[Choice, ...]]:
+def axis_options(graph: Graph, signatures: Mapping[str, Signature], parts: int) -> dict[str, tuple[Choice, ...]]:
     """Return the choices of every operation on an axis of `parts` that are searched, first the one that runs it whole.
 
-    `with_batch` adds the splits that the batch dim of the inputs reaches; an axis beside one that has the batch leaves
-    them to it. `full` adds splits with an outer, and partial sums of large tensors. An operation that no gradient
-    reaches (masks, positions, labels) is split along the batch or runs whole: to cut a piece out of its result costs
-    nothing.
+    Splits that the batch dim of the inputs reaches are left to the axes that have the batch. An operation that no
+    gradient reaches (masks, positions, labels) runs whole: to cut a piece out of its result costs nothing.
     """
     candidates = all_candidates(graph, signatures, parts)
     batch = _reached(graph, signatures, parts)
     result: dict[str, tuple[Choice, ...]] = {}
     same: dict[tuple[Choice, ...], tuple[Choice, ...]] = {}
     for op in graph.operations:
-        signature = signatures[op.name]
         choices: list[Choice] = [RunInvariant()]
         if any(graph.tensors[n].needs_grad for n in (*op.inputs, *op.outputs) if n is not None):
             choices.append(RunReplicated())
-            kept = [c for c in candidates[op.name] if with_batch or c not in batch[op.name]]
-            choices += [c for c in kept if _is_plain(c) or (full and not (c.sizes and with_batch))]
-            if full or all(n is None or graph.tensors[n].elements <= SMALL for n in op.outputs):
-                choices += [RunPartial(slots) for slots in signature.linear]
-        elif with_batch:
-            choices += sorted((c for c in batch[op.name] if _is_plain(c)), key=str)
+            choices += [c for c in candidates[op.name] if c not in batch[op.name]]
+            choices += [RunPartial(slots) for slots in signatures[op.name].linear]
         made = tuple(choices)
         result[op.name] = same.setdefault(made, made)
     return result
-
-
-def _is_plain(choice: Split) -> bool:
-    """Return whether a split cuts into equal contiguous shards, or equal ones of every section."""
-    return choice.outer == 1 and not choice.sizes
 
 
 def _reached(graph: Graph, signatures: Mapping[str, Signature], parts: int) -> Mapping[str, frozenset[Split]]:
