@@ -10,12 +10,9 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from nnscaler.atomic_writes import check_folder, check_writable
-from nnscaler.cli.options import OutputFormat
 from nnscaler.cli.output.exit_codes import ExitCode
 from nnscaler.cli.shadowed_packages import wrong_package
 from nnscaler.cli.signals import exit_code_of
@@ -60,8 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except SystemExit as stop:  # argparse: 0 after --help and --version, 2 after a usage error
             said = Console().said()  # argparse leaves its text to the end of the process
             return stop.code if isinstance(stop.code, int) and said else ExitCode.COULD_NOT_RUN
-        from nnscaler.cli.main import check_outputs
         from nnscaler.cli.options import verbosity
+        from nnscaler.cli.output.print_reports import check_outputs
 
         console = Console(options.color, verbosity(options))
         options.console = console
@@ -179,44 +176,3 @@ def _explain(error: BaseException, console: Console | None) -> int:
 
     write(crash_report(error))
     return ExitCode.INTERNAL_ERROR
-
-
-# Check that the files that a command will write can be written, before minutes of work and not after.
-
-# Options that name a file to write to, besides --output-format; and those that name the folder of a program.
-DESTINATIONS = ("out", "html", "emit_test", "comm_profile", "certificate", "emit_script", "csv", "events", "trace")
-FOLDERS = ("out_folder",)
-
-
-def check_outputs(options: argparse.Namespace, environment: Mapping[str, str]) -> None:
-    """Try all that the command will write at its end. Raises NnscalerError: `cannot_write`, and `not_a_program` for a
-    folder that holds something else."""
-    for path in _paths(options, environment):
-        check_writable(path)
-    for name in FOLDERS:
-        if (folder := getattr(options, name, None)) is not None:
-            check_folder(folder)
-
-
-def _paths(options: argparse.Namespace, environment: Mapping[str, str]) -> Iterator[str | Path]:
-    from nnscaler.cli.output.print_reports import destinations
-
-    asked: tuple[OutputFormat, ...] = getattr(options, "output_format", None) or ()
-    if hasattr(options, "output_format"):
-        where = destinations(asked, environment)
-        yield from (path for _, path in where.files)
-        if where.summary is not None:
-            yield where.summary
-    for name in DESTINATIONS:
-        yield from _named(getattr(options, name, None))
-
-
-def _named(value: object) -> Iterator[str | Path]:
-    """Paths in an option's value: a path, something with a `path`, or several of them."""
-    if isinstance(value, str | Path):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _named(item)
-    elif value is not None:
-        yield from _named(getattr(value, "path", None))

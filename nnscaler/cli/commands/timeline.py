@@ -97,7 +97,6 @@ def run(options: argparse.Namespace) -> int:
     cost = cost_of(machine, cluster)
     records = None if options.records is None else _records(options.records, ranks)
     model = load_model_file(options.model, request.seed, request.loss_fn)
-    from nnscaler.cli.commands.timeline import events_lines
 
     step = _planned(model, asked, ranks, console)
     simulated = step.simulated(cost)

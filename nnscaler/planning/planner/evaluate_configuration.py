@@ -118,11 +118,7 @@ class Evaluated:
     @property
     def memory(self) -> float:
         """Bytes of the rank that holds most."""
-        return max(self.on_devices("memory"))
-
-    def on_devices(self, name: str) -> list[float]:
-        """Return, by pipeline device, the sum of a figure over its stages."""
-        return by_device(self.configuration, [getattr(stage, name) for stage in self.stages])
+        return max(by_device(self.configuration, [stage.memory for stage in self.stages]))
 
 
 def by_device(c: Configuration, values: Sequence[float]) -> list[float]:

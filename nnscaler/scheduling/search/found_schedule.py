@@ -6,7 +6,6 @@ import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import isfinite
 
 from nnscaler.instructions import Instruction, Kind, total_order
 from nnscaler.records_as_json import encode
@@ -95,11 +94,6 @@ class FoundSchedule:
         forward = [(blocks[e.before], blocks[e.after]) for e in self.problem.dependencies]
         check_acyclic(schedule, {(a.stage, b.stage) for a, b in forward if a.kind == b.kind == "F"})
         return schedule
-
-
-def limits_of(problem: ScheduleProblem) -> tuple[float | None, ...]:
-    """Return the limits as the certificate has them."""
-    return tuple(limit if isfinite(limit) else None for limit in problem.limits)
 
 
 # Check a schedule against its problem: from the times and the orders alone, not from how they were found.
