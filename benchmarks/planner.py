@@ -67,8 +67,7 @@ def two_axes() -> None:
     from nnscaler.planning.sharding.build_problem import Weights, pose
     from nnscaler.planning.sharding.cost_tables import TableBuilder
     from nnscaler.planning.sharding.parameter_and_activation_memory import kept_by
-    from nnscaler.planning.sharding.problem_config import make_setting
-    from nnscaler.planning.sharding.strategies import Strategies, axis_options
+    from nnscaler.planning.sharding.settings_and_strategies import Strategies, axis_options, make_setting
     from nnscaler.planning.solver.solve import solve
     from nnscaler.transform.select_operations import layers_of
 

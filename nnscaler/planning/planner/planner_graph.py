@@ -27,8 +27,7 @@ from nnscaler.planning.planner.layer_items_and_parameters import (
 from nnscaler.planning.sharding.build_problem import LayerWindow, Weights, pose
 from nnscaler.planning.sharding.cost_tables import TableBuilder, Tables
 from nnscaler.planning.sharding.parameter_and_activation_memory import OPTIMIZER_BYTES, Kept, kept_by, read_back
-from nnscaler.planning.sharding.problem_config import Setting, given_axes
-from nnscaler.planning.sharding.strategies import Strategies, axis_options
+from nnscaler.planning.sharding.settings_and_strategies import Setting, Strategies, axis_options, given_axes
 from nnscaler.planning.sharding.zero_stages import AT_REST_WHOLE, AtRest, ParameterPlacement
 from nnscaler.planning.solver.solve import solve
 from nnscaler.scheduling.gpipe_and_1f1b import INTERLACED

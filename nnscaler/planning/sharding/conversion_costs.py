@@ -19,7 +19,7 @@ from nnscaler.ir.layout_conversion import ROWS, ConversionStep, find_path, move_
 from nnscaler.ir.ring_rotation_calls import Circulates, Direction, rotations
 from nnscaler.layout import INVARIANT, Layout, State, full_along, local_shape
 from nnscaler.planning.cost.model_protocol import Collective, CostModel, Shape
-from nnscaler.planning.sharding.problem_config import Setting
+from nnscaler.planning.sharding.settings_and_strategies import Setting
 
 Table = NDArray[np.float64]
 Hops = tuple[tuple[str | None, str | None], ...]  # (forward, backward) collective of each row on the way

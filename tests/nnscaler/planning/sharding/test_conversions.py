@@ -13,7 +13,7 @@ from nnscaler.planning.cluster.read import load_cluster
 from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.cost.model_protocol import AxisPlace
 from nnscaler.planning.sharding.conversion_costs import Conversions, hops_between
-from nnscaler.planning.sharding.problem_config import Setting
+from nnscaler.planning.sharding.settings_and_strategies import Setting
 
 STATES = (INVARIANT, REPLICATED, PARTIAL, Sharded(0), Sharded(1), Sharded(1, 2))
 
