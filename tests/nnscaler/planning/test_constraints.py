@@ -15,7 +15,7 @@ from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.operation_annotations import signatures
 from nnscaler.ir.placement import Choice, Split
 from nnscaler.layout import Axis, Sharded, State
-from nnscaler.planning.cluster.read import load_cluster
+from nnscaler.planning.cluster.description import load_cluster
 from nnscaler.planning.constraints import (
     Constraint,
     all_of,

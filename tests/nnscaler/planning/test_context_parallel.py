@@ -14,7 +14,7 @@ from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation_annotations import signatures
 from nnscaler.performance.predict_step_time import replay
 from nnscaler.planning import context_and_expert_parallel
-from nnscaler.planning.cluster.read import load_cluster
+from nnscaler.planning.cluster.description import load_cluster
 from nnscaler.planning.context_and_expert_parallel import contexts
 from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.parallel_configurations import Configuration

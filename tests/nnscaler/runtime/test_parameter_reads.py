@@ -19,7 +19,7 @@ from nnscaler.instructions import Instruction
 from nnscaler.ir.operation_annotations import signatures
 from nnscaler.layout import Sharded
 from nnscaler.performance.predict_step_time import replay
-from nnscaler.planning.cluster.read import load_cluster
+from nnscaler.planning.cluster.description import load_cluster
 from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.cost.model_protocol import Overheads
 from nnscaler.planning.plan_from_axes import make_plan

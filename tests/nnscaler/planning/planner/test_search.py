@@ -12,8 +12,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Operation
 from nnscaler.ir.operation_annotations import signatures
 from nnscaler.ir.placement import Choice
-from nnscaler.planning.cluster.description import quantity
-from nnscaler.planning.cluster.read import load_cluster
+from nnscaler.planning.cluster.description import load_cluster, quantity
 from nnscaler.planning.compare_plans_and_choices import alternatives
 from nnscaler.planning.constraints import Constraint, all_of, read_constraints, replicate, require, sizes
 from nnscaler.planning.parallel_configurations import Configuration, configurations, divisors

@@ -9,7 +9,7 @@ import pytest
 
 from nnscaler.ir.graph import LogicalTensor
 from nnscaler.layout import INVARIANT, PARTIAL, REPLICATED, Layout, Sharded
-from nnscaler.planning.cluster.read import load_cluster
+from nnscaler.planning.cluster.description import load_cluster
 from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.cost.model_protocol import AxisPlace
 from nnscaler.planning.sharding.conversion_costs import Conversions, hops_between
