@@ -44,8 +44,7 @@ from paper_spaces import WITHOUT_PIPELINE, Space
 from nnscaler.cli.main import main as command_line
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation_annotations import Signature, signatures
-from nnscaler.planning.cluster.description import Cluster
-from nnscaler.planning.cluster.read import load_cluster
+from nnscaler.planning.cluster.description import Cluster, load_cluster
 from nnscaler.planning.constraints import Constraint, megatron, sizes
 from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.planner.find_plan import Found as Planned

@@ -61,14 +61,13 @@ def memory_mb() -> float:
 def two_axes() -> None:
     """All choices on both axes of a 2 x 4 mesh, batch and sequence splits included."""
     from nnscaler.ir.operation_annotations import signatures
-    from nnscaler.planning.cluster.read import load_cluster
+    from nnscaler.planning.cluster.description import load_cluster
     from nnscaler.planning.cost.analytic import AnalyticCost
     from nnscaler.planning.cost.model_protocol import AxisPlace
     from nnscaler.planning.sharding.build_problem import Weights, pose
     from nnscaler.planning.sharding.cost_tables import TableBuilder
     from nnscaler.planning.sharding.parameter_and_activation_memory import kept_by
-    from nnscaler.planning.sharding.problem_config import make_setting
-    from nnscaler.planning.sharding.strategies import Strategies, axis_options
+    from nnscaler.planning.sharding.settings_and_strategies import Strategies, axis_options, make_setting
     from nnscaler.planning.solver.solve import solve
     from nnscaler.transform.select_operations import layers_of
 
@@ -98,7 +97,7 @@ def two_axes() -> None:
 def large(size: str, batch: int, devices: int, memory: float) -> None:
     """The whole planner, within so many GB a device."""
     from nnscaler.ir.operation_annotations import signatures
-    from nnscaler.planning.cluster.read import load_cluster
+    from nnscaler.planning.cluster.description import load_cluster
     from nnscaler.planning.planner.find_plan import find_plan
     from nnscaler.planning.sharding.parameter_and_activation_memory import MemoryBudget
 
@@ -125,7 +124,7 @@ def to_code() -> None:
 
     from nnscaler.compile import WantedPlan, compile_traced
     from nnscaler.ir.operation_annotations import signatures
-    from nnscaler.planning.cluster.read import load_cluster
+    from nnscaler.planning.cluster.description import load_cluster
     from nnscaler.planning.planner.find_plan import find_plan
     from nnscaler.tracing import trace
 
@@ -159,7 +158,7 @@ def pairs(count: int) -> None:
     """Verify the chosen plans at 4 and 8 ranks: with more and less memory, and with parameters that rest in shards."""
     import verify
     from nnscaler.ir.operation_annotations import signatures
-    from nnscaler.planning.cluster.read import load_cluster
+    from nnscaler.planning.cluster.description import load_cluster
     from nnscaler.planning.constraints import sizes
     from nnscaler.planning.planner.find_plan import find_plan
     from nnscaler.planning.sharding.parameter_and_activation_memory import MemoryBudget

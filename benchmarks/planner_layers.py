@@ -75,7 +75,7 @@ def answer(question: Question, chained: bool) -> Answer:
     """Search with the chain, or without it."""
     from nnscaler.errors import NnscalerError
     from nnscaler.ir.operation_annotations import signatures
-    from nnscaler.planning.cluster.read import load_cluster
+    from nnscaler.planning.cluster.description import load_cluster
     from nnscaler.planning.constraints import sizes
     from nnscaler.planning.planner.find_plan import find_plan
     from nnscaler.planning.planner.planner_graph import PlanningCache

@@ -169,7 +169,7 @@ def seconds_of(graph: Any, known: Any, cluster: Any, constraint: Any, memory: fl
 
 
 def quality(models: list[str], sizes: list[int]) -> None:
-    from nnscaler.planning.cluster.read import load_cluster
+    from nnscaler.planning.cluster.description import load_cluster
 
     worse = rows = 0
     for name in models:
@@ -201,7 +201,7 @@ def quality(models: list[str], sizes: list[int]) -> None:
 
 def memory(models: list[str], devices: int = 32) -> None:
     """The least memory that a pure plan takes, and what is found with less."""
-    from nnscaler.planning.cluster.read import load_cluster
+    from nnscaler.planning.cluster.description import load_cluster
 
     cluster = load_cluster(CLUSTER).scaled(devices)
     for name in models:

@@ -18,8 +18,7 @@ from nnscaler.scheduling.registry import get_schedule
 from nnscaler.scheduling.search.bound import bound
 from nnscaler.scheduling.search.find import find_schedule
 from nnscaler.scheduling.search.found_schedule import FoundSchedule
-from nnscaler.scheduling.search.problem import ScheduleProblem
-from nnscaler.scheduling.search.problem_from_placement import StagePlan, equal_stages, looped, pipeline_problem
+from nnscaler.scheduling.search.problem import ScheduleProblem, StagePlan, equal_stages, looped, pipeline_problem
 from nnscaler.scheduling.timeline import simulate
 from tests.nnscaler.scheduling.search.shapes import both_ways, folded, recycled, with_shared
 

@@ -16,8 +16,8 @@ import torch
 from op_registry.registry import default_registry
 
 from nnscaler.codegen.compiled_program import Origin, Program, modes_of
+from nnscaler.codegen.expressions_and_names import operator_files, operator_origins
 from nnscaler.codegen.generate import generate, manifest
-from nnscaler.codegen.operator_names import operator_files, operator_origins
 from nnscaler.communication.communicated_graph import CommunicatedGraph
 from nnscaler.communication.communication_volume import step_communication
 from nnscaler.communication.insert_conversions import materialise
@@ -43,7 +43,7 @@ from nnscaler.scheduling.registry import check_schedule, get_schedule, schedule_
 from nnscaler.scheduling.schedule import Schedule, ScheduleKind
 from nnscaler.scheduling.timeline import PassCosts, simulate, timeline_rows
 from nnscaler.tracing import Traced, trace
-from nnscaler.tracing.user_loss import LossFunction, origin_of_loss
+from nnscaler.tracing.models_with_added_loss import LossFunction, origin_of_loss
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.carry_plan_between_traces import carry
 from nnscaler.transform.complete_plan import largest_micro_batches

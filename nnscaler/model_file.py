@@ -166,7 +166,7 @@ def load_loss_function(target: str) -> Callable[[Any, Any], Any]:
 
     Raises NnscalerError `no_such_file`, `usage` and those of its import.
     """
-    from nnscaler.tracing.user_loss import check_loss_function
+    from nnscaler.tracing.models_with_added_loss import check_loss_function
 
     file, name = find_target(target, LOSS_HELP)
     found: Any = getattr(import_user_file(file), name or "loss", None)
@@ -195,7 +195,7 @@ def user_function(target: str, default: str, example: str, *, is_class: bool = F
 def _with_loss(model: Any, loss_fn: Callable[[Any, Any], Any]) -> Any:
     from torch import nn
 
-    from nnscaler.tracing.user_loss import with_loss
+    from nnscaler.tracing.models_with_added_loss import with_loss
 
     return with_loss(model, loss_fn) if isinstance(model, nn.Module) else model
 

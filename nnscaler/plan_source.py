@@ -13,10 +13,9 @@ from nnscaler.ir.precision import Precision, parse_precision
 from nnscaler.planning.auto_plan_request import AutoPlan, cluster_of, parse_auto
 from nnscaler.planning.named_policies import parse_ready
 from nnscaler.planning.parse_axes import parse_axes, parse_spec, ranks_in
-from nnscaler.scheduling.given_orders import GivenOrder, kind_of_function, kind_of_orders
+from nnscaler.scheduling.given_orders import GivenOrder, kind_of_function, kind_of_orders, read_csv
 from nnscaler.scheduling.registry import check_schedule, get_schedule, schedule_of
 from nnscaler.scheduling.schedule import ScheduleKind
-from nnscaler.scheduling.torch_csv import read_csv
 
 # A request to compile, as plain values: what the command line, settings and tokens say of a model and its plan.
 

@@ -26,13 +26,13 @@ from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.operation_annotations import Signature, signatures
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
 from nnscaler.planning.plan_from_axes import assign_steps, stages_of, step_of
-from nnscaler.scheduling.v_shaped import v_shape
+from nnscaler.scheduling.zero_bubble import v_shape
 from nnscaler.tracing import trace
 from nnscaler.tracing.sample_inputs import flatten_inputs
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.complete_plan import follow_batch, tokens_of
 from nnscaler.transform.plan import PP, AssignStep, Axes, ChunkStep, Plan, RestStep, Step
-from nnscaler.transform.split_candidates import Candidates, all_candidates
+from nnscaler.transform.propagate_choices import Candidates, all_candidates
 from verify.programs.opened_program import open_program
 from verify.programs.prepare_verification import Prepared, matched_draws
 from verify.programs.reference.eager import ReferenceSettings, randomise_parameters, run_reference

@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             said = Console().said()  # argparse leaves its text to the end of the process
             return stop.code if isinstance(stop.code, int) and said else ExitCode.COULD_NOT_RUN
         from nnscaler.cli.options import verbosity
-        from nnscaler.cli.output.check_output_paths import check_outputs
+        from nnscaler.cli.output.print_reports import check_outputs
 
         console = Console(options.color, verbosity(options))
         options.console = console

@@ -9,12 +9,12 @@ import torch
 
 import nnscaler
 from nnscaler.codegen.compiled_program import sha256
-from nnscaler.codegen.operator_names import Origin, written_origins
+from nnscaler.codegen.expressions_and_names import Origin, written_origins
 from nnscaler.codegen.role_writer import write_role
 from nnscaler.communication.communicated_graph import CommunicatedGraph, StageProgram, chunk_of, writes
 from nnscaler.ir.graph import LOSS, Graph
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import Split, Stage
+from nnscaler.ir.placement import Split
 from nnscaler.layout import Layout, format_layout
 from nnscaler.manifest import (
     FORMAT,
@@ -132,7 +132,7 @@ def _variables(program: StageProgram) -> dict[str, tuple[str, str]]:
     found: dict[str, tuple[str, str]] = {}
 
     def add(variable: str, tensor: str, layout: Layout) -> None:
-        found[variable] = (tensor, _layout_text(layout, program.stage))
+        found[variable] = (tensor, format_layout(layout, program.stage.names))
 
     for feed in (*program.prepare_feeds, *program.feeds):
         add(feed.version.variable, feed.version.tensor, feed.version.layout)
@@ -143,10 +143,6 @@ def _variables(program: StageProgram) -> dict[str, tuple[str, str]]:
             for version in writes(statement):
                 add(version.variable, version.tensor, version.layout)
     return found
-
-
-def _layout_text(layout: Layout, stage: Stage) -> str:
-    return format_layout(layout, stage.names)
 
 
 def matmul_flops_divided(communicated: CommunicatedGraph, signatures: Mapping[str, Signature]) -> dict[str, float]:

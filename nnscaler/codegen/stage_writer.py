@@ -9,8 +9,15 @@ from functools import cached_property
 
 from op_registry.registry import facts_of
 
-from nnscaler.codegen.expressions import arguments, conversion_text, layout_text, local_state_text
-from nnscaler.codegen.operator_names import function_text, needs_device, returns_sequence
+from nnscaler.codegen.expressions_and_names import (
+    arguments,
+    conversion_text,
+    function_text,
+    layout_text,
+    local_state_text,
+    needs_device,
+    returns_sequence,
+)
 from nnscaler.communication.communicated_graph import (
     Compute,
     Convert,

@@ -13,7 +13,7 @@ from math import prod
 from types import MappingProxyType
 
 from nnscaler.communication.communicated_graph import CommunicatedGraph, StageProgram, Stored
-from nnscaler.communication.implicit_parameter_moves import RestMove, RestPhase, moves_of
+from nnscaler.communication.parameter_layouts import RestMove, RestPhase, moves_of
 from nnscaler.communication.stage_communication_calls import (
     CallClass,
     CallSite,

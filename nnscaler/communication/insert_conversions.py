@@ -27,14 +27,12 @@ from nnscaler.communication.communicated_graph import (
     with_gradients,
     writes,
 )
-from nnscaler.communication.implicit_parameter_moves import moves_of
-from nnscaler.communication.parameter_layouts import StoredLayout, outside_region, stored_layouts, whole
+from nnscaler.communication.parameter_layouts import StoredLayout, moves_of, outside_region, stored_layouts, whole
 from nnscaler.communication.stage_builder import StageBuilder
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.derive_operand_layouts import input_layouts, output_layouts, shards_of
 from nnscaler.ir.graph import Graph, Operation
-from nnscaler.ir.layout_conversion import ConversionStep, volume
-from nnscaler.ir.legal_layout import shape_of_rank
+from nnscaler.ir.layout_conversion import ConversionStep, shape_of_rank, volume
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice, Chunk, PartitionedGraph, Split, Stage
 from nnscaler.ir.ring_rotation_calls import ROTATE, Direction, circulation, rotations

@@ -8,17 +8,42 @@ steps of the plan shard it further: with ZeRO-3 the leaf as well, with ZeRO-1 an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Literal
 
+from op_registry.registry import facts_of
+
+from nnscaler.communication.communicated_graph import (
+    Compute,
+    Convert,
+    StageProgram,
+    Stored,
+    Version,
+    again_in,
+    differentiated,
+    kept_inputs,
+    reads,
+    writes,
+)
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.derive_operand_layouts import input_layouts
-from nnscaler.ir.graph import LogicalTensor
+from nnscaler.ir.graph import Graph, LogicalTensor, element_bytes, gradient_dtype
 from nnscaler.ir.layout_conversion import find_path
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import PartitionedGraph, Stage
-from nnscaler.layout import IN_STEP, INVARIANT, REPLICATED, Invariant, Layout, Replicated, Sharded, local_shape
+from nnscaler.layout import (
+    IN_STEP,
+    INVARIANT,
+    REPLICATED,
+    Invariant,
+    Layout,
+    Replicated,
+    Sharded,
+    is_uneven,
+    local_shape,
+)
 from nnscaler.transform.plan import ZERO
 from nnscaler.transform.zero import assign_owners, on_owner, sharded_at_rest
 
@@ -193,3 +218,146 @@ def _cost(tensor: LogicalTensor, stage: Stage, at_rest: Layout, wanted: Sequence
     reduced = (a for a, s in zip(stage.axes, leaf, strict=True) if isinstance(s, Replicated))
     deferred = [a.size for a in reduced if a.name not in IN_STEP]
     return total + MEMORY * elements + sum(2 * (p - 1) / p * elements for p in deferred)
+
+
+# List the communication between a parameter at rest and its leaf, which no line of the program shows.
+# Under ZeRO-1 and 2 the leaf is gathered from the tensors at rest before the first forward, and its gradient is summed
+# and divided like them, after the last backward or after each one. What is still a partial sum then is summed once a
+# step. The communication profile, the volumes and the predicted times of a program are made from these moves.
+
+RestPhase = Literal["gather", "B", "gradient"]
+
+
+@dataclass(frozen=True, slots=True)
+class RestMove:
+    """One collective of one parameter.
+
+    kind    all_gather of values; reduce_scatter or all_reduce of gradients
+    phase   "gather": before the first forward; "B": after each backward; "gradient": after the last one
+    axes    over which, of the stage's mesh
+    whole   layout of what all ranks of a group have after a gather, and before a sum
+    part    layout of what each has before a gather, and after a sum
+    dtype   in which it travels
+    depth   the number of axes that divide `whole` between steps; runs of one depth share buckets
+    """
+
+    kind: Literal["all_gather", "reduce_scatter", "all_reduce"]
+    phase: RestPhase
+    axes: tuple[str, ...]
+    whole: Layout
+    part: Layout
+    dtype: str
+    depth: int
+
+    def bytes(self, stage: Stage, shape: tuple[int, ...]) -> int:
+        """Return the bytes of the whole on a rank, for a parameter of this logical shape; on the rank that has most."""
+        return prod(local_shape(self.whole, stage.sizes, shape)) * element_bytes(self.dtype)
+
+    def times(self, stage: Stage) -> int:
+        """Return how often a step makes it."""
+        return stage.passes if self.phase == "B" else 1
+
+
+def rest_moves(graph: Graph, program: StageProgram, stored: Stored) -> Iterator[RestMove]:
+    """Yield the moves of a stored tensor, gathers first; none for one that rests as it is read and gets no gradient."""
+    tensor, names = graph.tensors[stored.tensor], program.stage.names
+    divisions: list[tuple[str, Layout, Layout]] = []
+    layout = stored.leaf
+    for position in stored.rest:
+        part = (*layout[:position], stored.at_rest[position], *layout[position + 1 :])
+        divisions.append((names[position], layout, part))
+        layout = part
+    for depth, (axis, whole, part) in reversed(list(enumerate(divisions))):
+        yield RestMove("all_gather", "gather", (axis,), whole, part, tensor.dtype, depth)
+    if tensor.role != "parameter" or not tensor.needs_grad or not graph.consumers[stored.tensor]:
+        return
+    dtype = tensor.sums or gradient_dtype(tensor.dtype)
+    at_once = bool(divisions) and stored.scatter == "micro_batch" and program.gradient
+    for depth, (axis, whole, part) in enumerate(divisions):
+        if axis in stored.reduce:
+            yield RestMove("reduce_scatter", "B" if at_once else "gradient", (axis,), whole, part, dtype, depth)
+    summed = stored.summed(names)
+    if summed or len(stored.copies) > 1:  # `axes` are those of this stage; the other ones that hold it take part
+        wide = gradient_dtype(dtype) if at_once else dtype  # shards are added up over micro-batches
+        yield RestMove("all_reduce", "gradient", summed, layout, layout, wide, len(divisions))
+
+
+def moves_of(graph: Graph, program: StageProgram) -> Iterator[tuple[Stored, RestMove]]:
+    """Yield the moves of all stored tensors of a stage."""
+    for stored in program.stored:
+        for move in rest_moves(graph, program, stored):
+            yield stored, move
+
+
+# Parameters that lie in shards where a stage reads them (ZeRO-3): which statements gather them, and what gathers them
+# again in backward.
+# The runtime lets go of a whole after the last statement that reads it, and gathers it once more for what backward
+# reads of it (`sharded_parameter_gathers`). Of one dim it is kept: what is saved is not worth a call. All are kept
+# where ranks have unequal parts of a batch, for which autograd need not save the same (`may_gather_again` of a stage).
+
+_SAME_MEMORY = ("replicate", "invariant")  # rows whose result is a view
+
+
+def parameter_gathers(graph: Graph, program: StageProgram) -> Mapping[int, Convert]:
+    """Return the conversions of `forward` that make a parameter whole before it is read, by position."""
+    parameters = {s.variable for s in program.stored if graph.tensors[s.tensor].role == "parameter"}
+    found: dict[int, Convert] = {}
+    for i, statement in enumerate(program.forward):
+        if isinstance(statement, Convert) and statement.source.variable in parameters:
+            trained = graph.tensors[statement.source.tensor].needs_grad
+            if statement.move.row.function == ("all_gather_replicated" if trained else "all_gather"):
+                found[i] = statement
+    return found
+
+
+def let_go(graph: Graph, program: StageProgram) -> Mapping[str, int]:
+    """Return, by variable that shows a gathered parameter which is not kept for backward, what gathers it."""
+    given = [feed.version.layout for feed in program.feeds] + [m.target.layout for m in program.receives]
+    gathers = parameter_gathers(graph, program)
+    found: dict[str, int] = {}
+    if not gathers or any(map(is_uneven, given)):
+        return found
+    for i, statement in enumerate(program.forward):
+        made = [v.variable for v in writes(statement)]
+        if i in gathers:
+            if len(graph.tensors[gathers[i].source.tensor].shape) > 1:
+                found.update(dict.fromkeys(made, i))
+        elif isinstance(statement, Convert):
+            if statement.source.variable in found and _is_view(graph, program, statement):
+                found.update(dict.fromkeys(made, found[statement.source.variable]))
+        elif isinstance(statement, Compute) and facts_of(statement.operation.operator).view:
+            shown = found.get(statement.inputs[0].variable)
+            found.update(dict.fromkeys(made, shown) if shown is not None else {})
+    return found
+
+
+def _is_view(graph: Graph, program: StageProgram, statement: Convert) -> bool:
+    """Return whether a conversion gives the memory that it is given; of a slice in time, where that is in one piece."""
+    if statement.move.row.function in _SAME_MEMORY:
+        return True
+    state = statement.move.target[statement.move.axis]
+    if statement.move.axis < program.stage.first_in_time or not isinstance(state, Sharded):
+        return False
+    before = graph.tensors[statement.source.tensor].shape[: state.dim]
+    return state.outer == 1 and not state.sections and all(size == 1 for size in before)
+
+
+def gathered_again(graph: Graph, program: StageProgram) -> Mapping[int, tuple[int, ...]]:
+    """Return, by statement that gathers a parameter, those for which backward gathers it once more: that keep it, or
+    are run again with it and stand in another region than the gather. It comes before the last one of them."""
+    wholes = let_go(graph, program) if program.gradient else {}
+    live = differentiated(graph, program) if wholes else frozenset()
+    regions = [again_in(graph, program.forward, i) for i in range(len(program.forward))] if wholes else []
+    found: dict[int, list[int]] = {}
+    for i, (statement, region) in enumerate(zip(program.forward, regions, strict=False)):
+        if live.isdisjoint(v.variable for v in writes(statement)):
+            continue
+        read: Sequence[Version] = ()
+        if region is not None:
+            read = reads(statement)
+        elif isinstance(statement, Compute):
+            read = kept_inputs(graph, statement)
+        for gather in {wholes[v.variable] for v in read if v.variable in wholes}:
+            if gather != i and (region is None or regions[gather] != region):
+                found.setdefault(gather, []).append(i)
+    return {gather: tuple(readers) for gather, readers in found.items()}

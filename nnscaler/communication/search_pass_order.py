@@ -26,7 +26,7 @@ from nnscaler.scheduling.schedule import Schedule
 from nnscaler.scheduling.search.bound import SLACK
 from nnscaler.scheduling.search.find import find_schedule
 from nnscaler.scheduling.search.found_schedule import ScheduleCertificate
-from nnscaler.scheduling.search.problem_from_placement import StagePlan, pipeline_problem
+from nnscaler.scheduling.search.problem import StagePlan, pipeline_problem
 from nnscaler.scheduling.timeline import PassCosts
 from nnscaler.transform.plan import Plan, slices_text
 

@@ -27,7 +27,7 @@ from nnscaler.communication.communicated_graph import (
     writes,
 )
 from nnscaler.communication.cross_mesh_resharding import BlockMessage, in_micro_batch, transfer
-from nnscaler.communication.find_regathered_parameters import gathered_again
+from nnscaler.communication.parameter_layouts import gathered_again
 from nnscaler.communication.zero_bubble_split import statement_halves
 from nnscaler.ir.graph import Graph, Operation, element_bytes
 from nnscaler.ir.placement import Stage
@@ -283,7 +283,8 @@ def _message(communicated: CommunicatedGraph, message: StageMessage, times: int)
     producer, consumer = communicated.stages[message.source_stage], communicated.stages[message.target_stage]
     source, target = producer.stage, consumer.stage
     tensor = graph.tensors[message.tensor]
-    reader = next((s.operation for s in _computes(consumer) if message.target in s.inputs), None)
+    computed = (s for s in consumer.forward if isinstance(s, Compute))
+    reader = next((s.operation for s in computed if message.target in s.inputs), None)
     module, where = describe_cause(reader or graph.producers.get(message.tensor), consumer)
     if source.mesh.same_shape(target.mesh):
         pairs_there = tuple(zip(source.mesh.ranks, target.mesh.ranks, strict=True))
@@ -311,10 +312,6 @@ def _message(communicated: CommunicatedGraph, message: StageMessage, times: int)
                     "send/recv", direction, phase, sender, "pp", tensor.dtype, size, pairs, module, where, receiver
                 )
                 yield call, times, tuple(number for _, _, number in far)
-
-
-def _computes(program: StageProgram) -> Iterator[Compute]:
-    return (s for s in program.forward if isinstance(s, Compute))
 
 
 def _by_size(messages: Sequence[BlockMessage], dtype: str) -> dict[int, tuple[tuple[int, int, int], ...]]:

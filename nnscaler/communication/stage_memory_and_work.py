@@ -9,7 +9,7 @@ Memory, of one rank (of the one with the largest shards), in bytes, at the momen
   micro-batches: like the leaf (ZeRO-1), or like the parameter at rest (ZeRO-2 and 3);
 * optimizer: its states, by their bytes per element at rest;
 * activations: the shards whose values backward reads, of every micro-batch between its forward and its backward, by the
-  order of the schedule. A value is read by backward where the operator is not linear in it (`recomputed.kept_inputs`);
+  order of the schedule. A value is read by backward where the operator is not linear in it (`kept_inputs`);
   views count as the tensors that they show. Of a recomputed group only its inputs are kept. Of a region that runs in
   pieces and computes them again, its inputs, and what one piece keeps while it is computed again. Between the two
   halves of a backward it is what the second one reads: values that lead to gradients of parameters, recomputed ones
@@ -49,7 +49,7 @@ from nnscaler.communication.communicated_graph import (
     times_of,
     writes,
 )
-from nnscaler.communication.find_regathered_parameters import let_go
+from nnscaler.communication.parameter_layouts import let_go
 from nnscaler.communication.stage_communication_calls import ranks_text
 from nnscaler.communication.zero_bubble_split import BOTH, statement_halves
 from nnscaler.ir.graph import Graph, element_bytes, gradient_dtype

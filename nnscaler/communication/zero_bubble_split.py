@@ -22,7 +22,7 @@ from nnscaler.communication.communicated_graph import (
     runs_again,
     writes,
 )
-from nnscaler.communication.find_regathered_parameters import gathered_again
+from nnscaler.communication.parameter_layouts import gathered_again
 from nnscaler.ir.graph import Graph
 
 BOTH = 0.5  # an operator takes as long for the gradients of one side as for those of the other

@@ -18,7 +18,7 @@ from op_registry.annotation.splits import balanced, explain_sizes, shard_of, spl
 from op_registry.call import AxisShard
 
 from nnscaler.ir.graph import Graph, Operation
-from nnscaler.ir.legal_layout import explain_illegal
+from nnscaler.ir.layout_conversion import explain_illegal
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
 from nnscaler.layout import INVARIANT, PARTIAL, REPLICATED, Layout, Partial, Prefix, Sharded, State, without_gradient

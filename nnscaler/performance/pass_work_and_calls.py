@@ -22,7 +22,7 @@ from nnscaler.communication.communicated_graph import (
     repeated_in_backward,
 )
 from nnscaler.communication.communication_volume import call_sites
-from nnscaler.communication.find_regathered_parameters import gathered_again
+from nnscaler.communication.parameter_layouts import gathered_again
 from nnscaler.communication.stage_communication_calls import CallSite, Part
 from nnscaler.instructions import Kind
 from nnscaler.performance.collectives_outside_passes import in_turn

@@ -12,8 +12,8 @@ from math import inf
 
 from nnscaler.communication.communicated_graph import CommunicatedGraph, StageProgram
 from nnscaler.communication.communication_volume import StepCommunication, step_communication
-from nnscaler.communication.implicit_parameter_moves import RestMove, RestPhase, moves_of
 from nnscaler.communication.insert_conversions import materialise
+from nnscaler.communication.parameter_layouts import RestMove, RestPhase, moves_of
 from nnscaler.communication.search_pass_order import with_orders
 from nnscaler.communication.stage_memory_and_work import stage_work
 from nnscaler.instructions import Instruction, StageEdge

@@ -17,8 +17,7 @@ from nnscaler.communication.communicated_graph import (
     computed_again,
     times_of,
 )
-from nnscaler.communication.find_regathered_parameters import gathered_again, parameter_gathers
-from nnscaler.communication.implicit_parameter_moves import RestPhase, moves_of, rest_moves
+from nnscaler.communication.parameter_layouts import RestPhase, gathered_again, moves_of, parameter_gathers, rest_moves
 from nnscaler.communication.zero_bubble_split import StatementHalves, statement_halves
 from nnscaler.communication_buckets import AHEAD_BYTES, BATCHES, SHARED_BYTES, gathered_ahead
 from nnscaler.ir.graph import Graph, element_bytes, gradient_dtype

@@ -66,7 +66,7 @@ def parse_auto(text: str) -> AutoPlan | None:
 
 def cluster_of(wanted: AutoPlan, ranks: int) -> Cluster:
     """Return the cluster with so many devices. Raises NnscalerError("cluster_invalid")."""
-    from nnscaler.planning.cluster.read import load_cluster
+    from nnscaler.planning.cluster.description import load_cluster
 
     given = wanted.cluster
     if given is None:

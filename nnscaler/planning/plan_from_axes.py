@@ -16,11 +16,10 @@ from nnscaler.layout import Sharded
 from nnscaler.planning.beam_search_axis_choices import cheapest_choices
 from nnscaler.planning.constraints.interlaced import interlaced_stages, of_layers, shared_ends
 from nnscaler.planning.constraints.kinds import SharedEnds
-from nnscaler.planning.context_parallel import context_parallel
-from nnscaler.planning.expert_parallel import batch_axes, expert_steps
+from nnscaler.planning.context_and_expert_parallel import batch_axes, context_parallel, expert_steps
 from nnscaler.planning.parse_axes import BALANCED, OWNED
 from nnscaler.planning.stages_of_recycling_models import partition_runs, runs_of
-from nnscaler.scheduling.interlaced import around
+from nnscaler.scheduling.gpipe_and_1f1b import around
 from nnscaler.scheduling.registry import DEFAULT, get_schedule, with_schedule
 from nnscaler.scheduling.schedule import ScheduleKind
 from nnscaler.transform.complete_plan import follow_batch, largest_micro_batches
@@ -41,8 +40,8 @@ from nnscaler.transform.plan import (
     Step,
     stage_devices,
 )
+from nnscaler.transform.propagate_choices import all_candidates, reach
 from nnscaler.transform.select_operations import select
-from nnscaler.transform.split_candidates import all_candidates, reach
 
 # Tensor parallelism from annotations alone: the legal choice per operation with the least work and communication.
 # From the cost of compute, memory traffic, parameter memory and communicated elements, `search` finds the

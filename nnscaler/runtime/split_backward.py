@@ -33,8 +33,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from nnscaler.backward_halves import Halves, halves_of
 from nnscaler.runtime.communication.sharded_parameter_gathers import ParameterReads
-from nnscaler.runtime.recomputed_regions import regions_in
-from nnscaler.runtime.saved_tensor_hooks import SavedValues
+from nnscaler.runtime.recomputed_regions import SavedValues, regions_in
 
 Root = tuple[GradientEdge, Tensor]  # where backward enters the graph, and the gradient of that output
 Received = tuple[Tensor | None, ...]  # by output of a node, the gradient that arrived

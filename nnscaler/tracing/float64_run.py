@@ -195,13 +195,7 @@ class _ExactMode(TorchFunctionMode):
         self._default = default
         self._dropout = dropout
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = dict(kwargs or {})
         given = list(args)
         if self._draws is not None and (func in _DROPOUTS or func in DRAWING):

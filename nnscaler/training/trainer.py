@@ -50,8 +50,7 @@ from nnscaler.training.sample_order_and_loader import Loader, SampleOrder
 from nnscaler.training.saving.checkpoints import Checkpoints
 from nnscaler.training.saving.weights import as_user_error, load_weights
 from nnscaler.training.scaler import LossScaler, has_nonfinite, on_any_rank
-from nnscaler.training.settings import TrainSettings
-from nnscaler.training.settings_overridden_by_checkpoint import LoadedSchedule, MadeGroups
+from nnscaler.training.settings import LoadedSchedule, MadeGroups, TrainSettings
 
 Ended = Literal["finished", "stopped", "interrupted", "not finite"]
 

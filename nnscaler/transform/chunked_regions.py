@@ -27,9 +27,8 @@ from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice, Chunk, RunInvariant, Split
 from nnscaler.layout import INVARIANT, Replicated
 from nnscaler.transform.plan import Axes, ChunkStep, Plan
-from nnscaler.transform.propagate_choices import FollowAxis, follow
+from nnscaler.transform.propagate_choices import FollowAxis, follow, spread
 from nnscaler.transform.select_operations import matches, select
-from nnscaler.transform.split_candidates import spread
 
 
 @dataclass(frozen=True, slots=True)

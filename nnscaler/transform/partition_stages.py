@@ -25,8 +25,15 @@ from types import MappingProxyType
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph, LogicalTensor, Operation, element_bytes
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.transform.balanced_cuts import balanced_cuts, cut_limits
-from nnscaler.transform.pipeline_cut_points import Block, blocks_of, describe_modules, open_modules, weight_of
+from nnscaler.transform.pipeline_cuts import (
+    Block,
+    balanced_cuts,
+    blocks_of,
+    cut_limits,
+    describe_modules,
+    open_modules,
+    weight_of,
+)
 from nnscaler.transform.select_operations import Layer, describe_paths, layers_of
 
 __all__ = ["Layer", "StagePartition", "StageRules", "layers_of", "partition_stages", "repeated_operations"]

@@ -16,7 +16,7 @@ from op_registry.annotation.splits import balanced
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.legal_layout import explain_illegal
+from nnscaler.ir.layout_conversion import explain_illegal
 from nnscaler.ir.placement import Rest
 from nnscaler.layout import Layout, Sharded
 from nnscaler.transform.plan import Plan, RestStep

@@ -165,16 +165,12 @@ def _refuse_mixed_marks(annotation: Annotation, text: str, ties: Ties) -> None:
 def _refuse_split_ties(annotation: Annotation, text: str, ties: Ties) -> None:
     for operand in annotation.operands():
         for members in {ties[i.name] for i in operand.identifiers() if len(ties[i.name]) > 1 and not i.is_frozen}:
-            dims = [d for d in operand.dims if any(i.name in members for i in _in_dim(d))]
+            dims = [d for d in operand.dims if any(i.name in members for i in Operand((d,)).identifiers())]
             if len(dims) > 1:
                 found = [i for i in operand.identifiers() if i.name in members]
                 names = ", ".join(f"`{m}`" for m in members)
                 hint = f"`{with_marks(annotation, members, _marked('^'))}`"
                 raise _error(text, f"{names} are split together, so one operand cannot have two of them", found, hint)
-
-
-def _in_dim(dim: Dim) -> Iterator[Identifier]:
-    return Operand((dim,)).identifiers()
 
 
 def _refuse_missing(annotation: Annotation, text: str, ties: Ties) -> None:

@@ -11,20 +11,13 @@ from op_registry.builtin.layers import (
     normalisation,
     resizing_and_grid_sampling,
 )
-from op_registry.builtin.numeric import (
-    elementwise,
-    fourier_and_complex,
-    matmul,
-    matrix_decompositions,
-    reductions,
-)
+from op_registry.builtin.numeric import decompositions_and_fourier, elementwise, matmul, reductions
 from op_registry.builtin.tensors import (
     cat_and_split,
     embedding_and_index_hooks,
-    factories,
     index,
     permute_repeat_pad,
-    views,
+    views_and_factories,
 )
 from op_registry.spec import OperatorSpec
 
@@ -34,15 +27,15 @@ SPECS: tuple[OperatorSpec, ...] = (
     *convolution_and_pooling.SPECS,
     *elementwise.SPECS,
     *embedding_and_index_hooks.SPECS,
-    *factories.SPECS,
+    *views_and_factories.FACTORIES,
     *index.SPECS,
     *resizing_and_grid_sampling.SPECS,
-    *matrix_decompositions.SPECS,
+    *decompositions_and_fourier.SPECS,
     *loss.SPECS,
     *matmul.SPECS,
     *normalisation.SPECS,
     *cat_and_split.SPECS,
     *reductions.SPECS,
-    *fourier_and_complex.SPECS,
-    *views.SPECS,
+    *decompositions_and_fourier.FOURIER_AND_COMPLEX,
+    *views_and_factories.SPECS,
 )

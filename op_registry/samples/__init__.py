@@ -6,32 +6,27 @@ from functools import cache
 
 from op_registry.samples import (
     convolution_pooling_resizing,
-    factories,
-    indexing,
-    linear_algebra,
-    losses,
-    pointwise,
-    products_norms_attention,
-    recurrent_spectral,
-    reductions,
-    views_joins,
+    linear_recurrent_spectral,
+    pointwise_reductions,
+    products_norms_losses,
+    tensors,
 )
 from op_registry.samples.sample import Sample, replace_tensors
 
 __all__ = ["SAMPLES", "Sample", "replace_tensors", "samples_of"]
 
 SAMPLES: tuple[Sample, ...] = (
-    *pointwise.SAMPLES,
-    *views_joins.SAMPLES,
-    *products_norms_attention.SAMPLES,
-    *indexing.SAMPLES,
-    *factories.SAMPLES,
-    *losses.SAMPLES,
-    *convolution_pooling_resizing.SAMPLES,
-    *linear_algebra.SAMPLES,
-    *reductions.SAMPLES,
-    *factories.WINDOWS,
-    *recurrent_spectral.SAMPLES,
+    *pointwise_reductions.POINTWISE,
+    *tensors.VIEWS_JOINS,
+    *products_norms_losses.PRODUCTS_NORMS_ATTENTION,
+    *tensors.INDEXING,
+    *tensors.FACTORIES,
+    *products_norms_losses.LOSSES,
+    *convolution_pooling_resizing.CONVOLUTION_POOLING_RESIZING,
+    *linear_recurrent_spectral.LINEAR_ALGEBRA,
+    *pointwise_reductions.REDUCTIONS,
+    *tensors.WINDOWS,
+    *linear_recurrent_spectral.RECURRENT_SPECTRAL,
 )
 
 

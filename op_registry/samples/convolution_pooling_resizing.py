@@ -200,4 +200,4 @@ _SAMPLED: tuple[Sample, ...] = (
 _IMAGES: tuple[Sample, ...] = (*_PATCHES, *_OVERLAPS, *_MORE_POOLS, *_RESIZED, *_SAMPLED)
 
 
-SAMPLES: tuple[Sample, ...] = (*_CONVOLUTIONS, *_POOLS, *_IMAGES)
+CONVOLUTION_POOLING_RESIZING: tuple[Sample, ...] = (*_CONVOLUTIONS, *_POOLS, *_IMAGES)

@@ -68,7 +68,7 @@ def _loss(request: PlanRequest) -> str | None:
     """Return the loss function outside of the model: the one that is named, else the one that the program has."""
     if request.loss_fn is not None or request.program is None:
         return request.loss_fn
-    from nnscaler.tracing.user_loss import recorded_loss
+    from nnscaler.tracing.models_with_added_loss import recorded_loss
 
     recorded = open_program(Path(request.program)).loss
     if recorded is not None:

@@ -14,7 +14,7 @@ import torch
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.precision import FLOATS
-from nnscaler.tracing.user_loss import LossFunction, recorded_loss, with_loss
+from nnscaler.tracing.models_with_added_loss import LossFunction, recorded_loss, with_loss
 from verify.programs.opened_program import open_program
 from verify.programs.request import Depth, Level, PlanRequest
 from verify.programs.subject import PlanSubject

@@ -102,7 +102,7 @@ def _loss(target: str | None) -> dict[str, str]:
     if target is None:
         return {}
     from nnscaler.model_file import load_loss_function
-    from nnscaler.tracing.user_loss import origin_of_loss
+    from nnscaler.tracing.models_with_added_loss import origin_of_loss
 
     return {"loss": origin_of_loss(load_loss_function(target))}
 

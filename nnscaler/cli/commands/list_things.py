@@ -8,11 +8,10 @@ import time
 import warnings
 from typing import TYPE_CHECKING
 
-from nnscaler.cli.options import MODEL_HELP, seconds, seed_number
+from nnscaler.cli.options import MODEL_HELP, add_verbosity, seconds, seed_number
 from nnscaler.cli.output.exit_codes import ExitCode
+from nnscaler.errors import NnscalerError
 from nnscaler.model_file import check_targets, load_model_file
-
-# List the operators of a model file that lack an annotation.
 
 if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console
@@ -39,9 +38,6 @@ def missing_of(
         console.detail(note)
     return report_missing(model.name, traced, timeout, console.progress)
 
-
-if TYPE_CHECKING:
-    from nnscaler.cli.output.console import Console
 
 NAME = "list"
 HELP = "list operators, plans or schedules"
@@ -78,8 +74,6 @@ SCHEDULE_FORMS = (
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add what the command takes."""
-    from nnscaler.cli.options import add_verbosity
-
     parser.add_argument("what", choices=("ops", "plans", "schedules"))
     group = parser.add_argument_group("with ops")
     group.add_argument("--missing", metavar="MODEL", help=f"what this model lacks: {MODEL_HELP}")
@@ -115,8 +109,6 @@ def run(options: argparse.Namespace) -> int:
 
 def _missing(options: argparse.Namespace, console: Console) -> int:
     """Print the operators that a model lacks; return 1 where there are some."""
-    from nnscaler.errors import NnscalerError
-
     if options.what != "ops":
         raise NnscalerError(
             "usage", f"--missing is about ops, not {options.what}", help="nnscaler list ops --missing MODEL"

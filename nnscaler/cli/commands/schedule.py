@@ -92,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
     console.result(f"live at once, in micro-batches of a stage: {_row(timeline.peak_live)}")
     if options.csv is not None:
         from nnscaler.atomic_writes import write_text
-        from nnscaler.scheduling.torch_csv import write_csv
+        from nnscaler.scheduling.given_orders import write_csv
 
         write_text(options.csv, write_csv(made))
         console.result(f"wrote {options.csv}: {devices} rows")

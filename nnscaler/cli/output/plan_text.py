@@ -59,7 +59,7 @@ def explanation(found: Found, name: str) -> list[str]:
     Raises NnscalerError("plan_illegal") for an operation that there is not.
     """
     from nnscaler.planning.cluster.description import show_bytes, show_seconds
-    from nnscaler.planning.planner.price_other_choices import alternatives
+    from nnscaler.planning.compare_plans_and_choices import alternatives
     from nnscaler.transform.select_operations import select
 
     operations = select(found.subject.graph, (name,))
@@ -128,7 +128,7 @@ def comparison(name: str, before: Replay, now: Replay, every: bool, optimizer: f
     """
     from nnscaler.communication.stage_memory_and_work import stage_memory
     from nnscaler.planning.cluster.description import show_bytes, show_seconds
-    from nnscaler.planning.compare_plans import differences
+    from nnscaler.planning.compare_plans_and_choices import differences
 
     found = differences(before.communicated.partitioned, now.communicated.partitioned)
     held = [show_bytes(max(m.total for m in stage_memory(r.communicated, r.order, optimizer))) for r in (before, now)]

@@ -1,14 +1,16 @@
-"""Printing reports in the formats that were asked for."""
+"""Printing reports in the formats that were asked for, and whether what a command will write can be written."""
 
 from __future__ import annotations
 
+import argparse
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nnscaler.atomic_writes import write_text
+from nnscaler.atomic_writes import check_folder, check_writable, write_text
 from nnscaler.cli.options import TEXT_FORMATS, OutputFormat
 from nnscaler.errors import NnscalerError
 
@@ -83,3 +85,42 @@ def write_files(where: Destinations, text: Callable[[str], str], summary: Callab
 def print_report(report: Report, asked: Sequence[OutputFormat], console: Console) -> None:
     """Print one report."""
     print_reports([report], asked, console)
+
+
+# Check that the files that a command will write can be written, before minutes of work and not after.
+
+# Options that name a file to write to, besides --output-format; and those that name the folder of a program.
+DESTINATIONS = ("out", "html", "emit_test", "comm_profile", "certificate", "emit_script", "csv", "events", "trace")
+FOLDERS = ("out_folder",)
+
+
+def check_outputs(options: argparse.Namespace, environment: Mapping[str, str]) -> None:
+    """Try all that the command will write at its end. Raises NnscalerError: `cannot_write`, and `not_a_program` for a
+    folder that holds something else."""
+    for path in _paths(options, environment):
+        check_writable(path)
+    for name in FOLDERS:
+        if (folder := getattr(options, name, None)) is not None:
+            check_folder(folder)
+
+
+def _paths(options: argparse.Namespace, environment: Mapping[str, str]) -> Iterator[str | Path]:
+    asked: tuple[OutputFormat, ...] = getattr(options, "output_format", None) or ()
+    if hasattr(options, "output_format"):
+        where = destinations(asked, environment)
+        yield from (path for _, path in where.files)
+        if where.summary is not None:
+            yield where.summary
+    for name in DESTINATIONS:
+        yield from _named(getattr(options, name, None))
+
+
+def _named(value: object) -> Iterator[str | Path]:
+    """Paths in an option's value: a path, something with a `path`, or several of them."""
+    if isinstance(value, str | Path):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _named(item)
+    elif value is not None:
+        yield from _named(getattr(value, "path", None))

@@ -11,8 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from nnscaler.planning.cluster.description import Cluster, Device, Level
-from nnscaler.planning.cluster.read import READY, load_cluster
+from nnscaler.planning.cluster.description import READY, Cluster, Device, Level, load_cluster
 
 _LANES = 128  # float32 multiply-adds of a streaming multiprocessor in a cycle, since Ampere
 _CLOCK = 1.4e9

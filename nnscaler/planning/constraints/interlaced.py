@@ -15,7 +15,7 @@ from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice, RunInvariant
 from nnscaler.planning.constraints.kinds import Constraint, SharedEnds, identifiers_of_parameters
-from nnscaler.planning.constraints.megatron_roles import roles_of
+from nnscaler.planning.constraints.megatron import roles_of
 from nnscaler.transform.partition_stages import (
     StagePartition,
     partition_stages,

@@ -5,18 +5,30 @@ The timing itself is handed in, since nothing on this floor runs programs: see `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.planning.cluster.description import Cluster
-from nnscaler.planning.cost.analytic import AnalyticCost
-from nnscaler.planning.cost.calibrate import collectives_error, fit_device, fit_level, operators_error
+from nnscaler.planning.cluster.description import Cluster, Device, Level
+from nnscaler.planning.cost.analytic import EFFICIENCY, AnalyticCost
 from nnscaler.planning.cost.calls_to_measure import ShardCall, shard_calls
+from nnscaler.planning.cost.collectives import busiest, from_others, seconds
 from nnscaler.planning.cost.flops_and_memory_traffic import Work, shard_work
-from nnscaler.planning.cost.measured_profile import Calibrations, CollectiveEntry, CostEntry, NotMeasured, Profile
-from nnscaler.planning.cost.model_protocol import KINDS, Collective, Overheads
+from nnscaler.planning.cost.measured_profile import (
+    Calibration,
+    Calibrations,
+    CollectiveEntry,
+    CostEntry,
+    NotMeasured,
+    Profile,
+)
+from nnscaler.planning.cost.model_protocol import KINDS, AxisPlace, Collective, Overheads
 
 SIZES = (1 << 12, 1 << 16, 1 << 19, 1 << 22)  # bytes of the tensors that collectives are timed on
 Timer = Callable[[ShardCall], tuple[float, float] | str]  # forward and backward, or why it could not be run
@@ -113,3 +125,110 @@ def _entry(cost: AnalyticCost, call: ShardCall, forward: float, backward: float)
     if backward == 0:
         predicted = predicted[0], 0.0  # nothing that needs a gradient goes in
     return CostEntry(*call.key, forward, backward, predicted)
+
+
+# Fit figures to measurements: the device and links, factors of operators, and how far off the model is.
+
+Factors = Mapping[str, tuple[float, float]]
+Pair = tuple[float, float]
+_SMALL = Work(1e5, 2e4)  # passes below both are a launch and little else
+_LARGE = Work(1e6, 1e5)  # passes above one of them are worth a look at their rate
+
+
+def fit_device(device: Device, measured: Sequence[tuple[Work, float, str]]) -> Device:
+    """Return the device that fits the measured passes (work, seconds, dtype).
+
+    Its launch is the median time of small passes, its FLOP/s and bytes/s the median rates of large ones after a launch.
+    """
+    small = [t for w, t, _ in measured if not w.nothing and w.flops < _SMALL.flops and w.bytes < _SMALL.bytes]
+    launch = median(small) if small else device.launch
+    left = [(w, t - launch, d) for w, t, d in measured if t > 2 * launch]
+    peaks = dict(device.peak)
+    for dtype in sorted({name for _, _, name in left}):
+        rates = [w.flops / t for w, t, d in left if d == dtype and w.flops > _LARGE.flops]
+        if rates:
+            peaks[dtype] = median(rates) / EFFICIENCY
+    streams = [w.bytes / t for w, t, _ in left if w.flops == 0 and w.bytes > _LARGE.bytes]
+    bandwidth = median(streams) / EFFICIENCY if streams else device.bandwidth
+    return replace(device, peak=peaks, bandwidth=bandwidth, launch=launch)
+
+
+def fit_level(cluster: Cluster, measured: Sequence[CollectiveEntry]) -> Level:
+    """Return the innermost level with the latency and bandwidth that fit the measured collectives best, by relative
+    error."""
+    level, measured = cluster.levels[0], busiest(measured)
+    if not measured:
+        return level
+    # seconds() is launch + latency * steps + size * share / bandwidth, apart from the choice of a tree: linear in both
+    slow = replace(cluster, device=replace(cluster.device, launch=0.0), levels=(replace(level, latency=1.0),))
+    rows = []
+    for entry in measured:
+        place = AxisPlace(entry.ranks)
+        steps = seconds(slow, entry.kind, 0.0, place)
+        fast = replace(slow, levels=(replace(level, latency=1e-18, bandwidth=1.0),))
+        rows.append((steps, seconds(fast, entry.kind, float(entry.size), place)))
+    times = np.array([max(e.seconds - cluster.device.launch, 1e-9) for e in measured])
+    latency, per_byte = _least(np.array(rows), times)
+    return replace(level, latency=max(latency, 1e-9), bandwidth=1 / max(per_byte, 1e-15))
+
+
+def operator_factors(entries: Sequence[CostEntry]) -> Factors:
+    """Return operator -> (forward, backward): the median of measured through predicted; 1 where nothing is
+    predicted."""
+    names = dict.fromkeys(e.operator for e in entries)
+    return {name: _factor([e for e in entries if e.operator == name]) for name in names}
+
+
+def operators_error(entries: Sequence[CostEntry]) -> Calibration:
+    """Return how far the analytic model is from the measurements, as it is and with the operators' factors."""
+    factors = operator_factors(entries)
+    worth = [e for e in entries if e.forward + e.backward > 0]
+    measured = [e.forward + e.backward for e in worth]
+    plain = [sum(e.predicted) for e in worth]
+    better = [sum(p * f for p, f in zip(e.predicted, factors[e.operator], strict=True)) for e in worth]
+    return _calibration(zip(measured, plain, strict=True), zip(measured, better, strict=True))
+
+
+def collectives_error(cluster: Cluster, measured: Sequence[CollectiveEntry]) -> Calibration:
+    """Return the same for collectives while all ranks communicate; `calibrated` is of those whose time follows from
+    smaller and larger sizes."""
+    measured = busiest(measured)
+    plain = [seconds(cluster, e.kind, e.size, AxisPlace(e.ranks)) for e in measured]
+    return _calibration(zip((e.seconds for e in measured), plain, strict=True), from_others(measured))
+
+
+def _factor(entries: Sequence[CostEntry]) -> tuple[float, float]:
+    forward = [e.forward / e.predicted[0] for e in entries if e.predicted[0] > 0]
+    backward = [e.backward / e.predicted[1] for e in entries if e.predicted[1] > 0 and e.backward > 0]
+    return median(forward) if forward else 1.0, median(backward) if backward else 1.0
+
+
+def _calibration(plain: Iterable[Pair], better: Iterable[Pair]) -> Calibration:
+    """Return the median and the 95th percentile of the relative error, of pairs (measured, predicted)."""
+    found: list[float] = []
+    pairs = list(plain), list(better)
+    for of in pairs:
+        errors = [abs(predicted / measured - 1) for measured, predicted in of] or [0.0]
+        found += [round(float(np.percentile(errors, p)), 4) for p in (50, 95)]
+    return Calibration(len(pairs[0]), *found)
+
+
+def _least(rows: NDArray[Any], times: NDArray[Any]) -> tuple[float, float]:
+    """Return the least squares of the relative error in two unknowns, each at least 0.
+
+    `rows` is [measurements, 2], `times` is [measurements]. Where the free solution is negative, the better of the two
+    corners is taken.
+    """
+    scaled, ones = rows / times[:, None], np.ones(len(times))
+    both = np.linalg.lstsq(scaled, ones, rcond=None)[0]
+    if (both >= 0).all():
+        return float(both[0]), float(both[1])
+    best: tuple[float, tuple[float, float]] | None = None
+    for column in (0, 1):
+        norm = float(scaled[:, column] @ scaled[:, column])
+        value = max(0.0, float(scaled[:, column] @ ones) / norm) if norm else 0.0
+        error = float(((scaled[:, column] * value - 1) ** 2).sum())
+        if best is None or error < best[0]:
+            best = error, (value, 0.0) if column == 0 else (0.0, value)
+    assert best is not None
+    return best[1]

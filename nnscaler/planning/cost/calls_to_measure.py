@@ -16,7 +16,7 @@ from op_registry.spec import Refusal
 
 from nnscaler.ir.derive_operand_layouts import explain_illegal_choices, input_layouts, output_layouts, shards_of
 from nnscaler.ir.graph import Graph, Operation
-from nnscaler.ir.legal_layout import shape_of_rank
+from nnscaler.ir.layout_conversion import shape_of_rank
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice, RunInvariant, Split
 from nnscaler.layout import local_shape

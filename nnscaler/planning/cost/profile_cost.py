@@ -12,7 +12,7 @@ from op_registry.registry import facts_of
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.planning.cluster.description import Cluster
 from nnscaler.planning.cost.analytic import AnalyticCost
-from nnscaler.planning.cost.calibrate import Factors, operator_factors
+from nnscaler.planning.cost.build_machine_profile import Factors, operator_factors
 from nnscaler.planning.cost.calls_to_measure import Key, key_of
 from nnscaler.planning.cost.collectives import Curve, fit_curves
 from nnscaler.planning.cost.measured_profile import CostEntry, Profile

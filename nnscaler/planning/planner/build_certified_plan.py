@@ -10,8 +10,7 @@ from typing import Any
 from nnscaler.ir.graph import Operation
 from nnscaler.ir.placement import Choice, RunInvariant
 from nnscaler.planning.constraints.interlaced import between_ends, of_layers
-from nnscaler.planning.context_parallel import LONG
-from nnscaler.planning.expert_parallel import batch_axes, expert_steps
+from nnscaler.planning.context_and_expert_parallel import LONG, batch_axes, expert_steps
 from nnscaler.planning.plan_from_axes import assign_steps, steps_of
 from nnscaler.planning.planner.branch_and_bound import Search
 from nnscaler.planning.planner.evaluate_configuration import Evaluated

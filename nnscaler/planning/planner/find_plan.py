@@ -78,7 +78,7 @@ from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.planning.cluster.description import Cluster, show_bytes
 from nnscaler.planning.constraints import Constraint
-from nnscaler.planning.context_parallel import contexts
+from nnscaler.planning.context_and_expert_parallel import contexts
 from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.cost.model_protocol import CostModel
 from nnscaler.planning.parallel_configurations import Configuration
@@ -90,7 +90,7 @@ from nnscaler.planning.planner.planner_graph import FREE, PlanningCache
 from nnscaler.planning.sharding.parameter_and_activation_memory import CLUSTERS_MEMORY, MemoryBudget, bytes_of_optimizer
 from nnscaler.planning.solver.problem import Infeasible
 from nnscaler.transform.complete_plan import follow_batch
-from nnscaler.transform.pipeline_cut_points import describe_modules
+from nnscaler.transform.pipeline_cuts import describe_modules
 from nnscaler.transform.plan import DP, Plan
 
 INFINITE = float("inf")

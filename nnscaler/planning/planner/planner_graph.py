@@ -12,8 +12,8 @@ from nnscaler.ir.graph import Graph, LogicalTensor, element_bytes, gradient_dtyp
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice
 from nnscaler.planning.constraints.kinds import Constraint
+from nnscaler.planning.context_and_expert_parallel import find_experts
 from nnscaler.planning.cost.model_protocol import AxisPlace, CostModel
-from nnscaler.planning.expert_parallel import find_experts
 from nnscaler.planning.parallel_configurations import Configuration, configurations
 from nnscaler.planning.planner.bounds.pipeline import Layered
 from nnscaler.planning.planner.bounds.rough import Least, Rough
@@ -27,16 +27,15 @@ from nnscaler.planning.planner.layer_items_and_parameters import (
 from nnscaler.planning.sharding.build_problem import LayerWindow, Weights, pose
 from nnscaler.planning.sharding.cost_tables import TableBuilder, Tables
 from nnscaler.planning.sharding.parameter_and_activation_memory import OPTIMIZER_BYTES, Kept, kept_by, read_back
-from nnscaler.planning.sharding.problem_config import Setting, given_axes
-from nnscaler.planning.sharding.strategies import Strategies, axis_options
+from nnscaler.planning.sharding.settings_and_strategies import Setting, Strategies, axis_options, given_axes
 from nnscaler.planning.sharding.zero_stages import AT_REST_WHOLE, AtRest, ParameterPlacement
 from nnscaler.planning.solver.solve import solve
-from nnscaler.scheduling.interlaced import INTERLACED
+from nnscaler.scheduling.gpipe_and_1f1b import INTERLACED
 from nnscaler.scheduling.registry import DEFAULT, planned_schedules
 from nnscaler.scheduling.schedule import Ramp, ScheduleKind
 from nnscaler.transform.complete_plan import batch_of
 from nnscaler.transform.partition_stages import parts_of
-from nnscaler.transform.pipeline_cut_points import Block
+from nnscaler.transform.pipeline_cuts import Block
 from nnscaler.transform.plan import CP, DP, EP, TP
 from nnscaler.transform.select_operations import Layer
 
@@ -226,7 +225,7 @@ class PlanningCache:
             named = {name for op in operations for name in (*op.inputs, *op.outputs)}
             tensors = {name: t for name, t in graph.tensors.items() if name in named or t.role == "input"}
             graph = graph.replace(tensors=tensors, operations=operations)
-        found = axis_options(graph, self.signatures, parts, with_batch=False, full=True)
+        found = axis_options(graph, self.signatures, parts)
         if repeated is not None:
             model = self.layers[repeated.window[0]].operations
             for layer in self.layers[1:-1]:

@@ -1,8 +1,7 @@
 """The cost of conversions between layouts, in seconds, as tables over all pairs of layouts.
 
-Where two layouts differ on one axis only, the way is a row of the conversion table, or two through `Invariant`. Where
-they differ on two searched axes, the axes are converted one after the other, in the cheaper legal order. Any other pair
-takes the way that `find_path` finds.
+Where two layouts differ on the searched axis only, the way is a row of the conversion table, or two through
+`Invariant`. Any other pair takes the way that `find_path` finds.
 """
 
 from __future__ import annotations
@@ -17,11 +16,10 @@ from numpy.typing import NDArray
 
 from nnscaler.ir.graph import LogicalTensor, element_bytes
 from nnscaler.ir.layout_conversion import ROWS, ConversionStep, find_path, move_cost
-from nnscaler.ir.legal_layout import explain_illegal
 from nnscaler.ir.ring_rotation_calls import Circulates, Direction, rotations
-from nnscaler.layout import INVARIANT, Layout, Sharded, State, full_along, local_shape
+from nnscaler.layout import INVARIANT, Layout, State, full_along, local_shape
 from nnscaler.planning.cost.model_protocol import Collective, CostModel, Shape
-from nnscaler.planning.sharding.problem_config import Setting
+from nnscaler.planning.sharding.settings_and_strategies import Setting
 
 Table = NDArray[np.float64]
 Hops = tuple[tuple[str | None, str | None], ...]  # (forward, backward) collective of each row on the way
@@ -75,59 +73,28 @@ class Conversions:
             columns = [j for j, t in enumerate(targets) if t[free:last] == wanted]
             froms = [sources[i] for i in rows]
             tos = [targets[j] for j in columns]
-            if made == wanted and 1 <= free <= 2:
-                block = self._along_searched(tensor, froms, tos)
+            if made == wanted and free:
+                shape = local_shape((INVARIANT, *froms[0][1:]), self._setting.sizes, tensor.shape)
+                block = self._on_searched(tensor, [s[0] for s in froms], [t[0] for t in tos], prod(shape))
             else:
                 block = np.array([[self.seconds(tensor, a, b) for b in tos] for a in froms])
             table[np.ix_(rows, columns)] = block
         return table
 
-    def _along_searched(self, tensor: LogicalTensor, sources: Sequence[Layout], targets: Sequence[Layout]) -> Table:
-        free = len(self._setting.searched)
-        rest = sources[0][free:]
-        shape = local_shape((*(INVARIANT,) * free, *rest), self._setting.sizes, tensor.shape)
-        if free == 1:
-            return self._on_axis(tensor, 0, [s[0] for s in sources], [t[0] for t in targets], prod(shape))
-        return self._on_two(tensor, sources, targets, shape)
-
-    def _on_axis(
-        self, tensor: LogicalTensor, axis: int, befores: Sequence[State], afters: Sequence[State], elements: float
+    def _on_searched(
+        self, tensor: LogicalTensor, befores: Sequence[State], afters: Sequence[State], elements: float
     ) -> Table:
-        """Return the seconds of conversions along one axis: [befores, afters].
+        """Return the seconds of conversions along the searched axis: [befores, afters].
 
         `elements`: of the tensor whole along it.
         """
-        parts = self._setting.sizes[axis]
+        parts = self._setting.sizes[0]
         found: dict[tuple[State, State], float] = {}
         for pair in ((a, b) for a in befores for b in afters):
             if pair not in found:
                 hops = hops_between(*pair, parts, tensor.shape, tensor.needs_grad)
-                found[pair] = inf if hops is None else self._of_hops(tensor, axis, hops, elements)
+                found[pair] = inf if hops is None else self._of_hops(tensor, 0, hops, elements)
         return np.array([[found[a, b] for b in afters] for a in befores])
-
-    def _on_two(
-        self, tensor: LogicalTensor, sources: Sequence[Layout], targets: Sequence[Layout], shape: tuple[int, ...]
-    ) -> Table:
-        """Return the seconds in the cheaper order of two axes: [sources, targets].
-
-        The second converts what the first has made.
-        """
-        sizes = self._setting.sizes
-        sharded = [np.array([isinstance(s[a], Sharded) for s in sources]) for a in (0, 1)]
-        made = [np.array([isinstance(t[a], Sharded) for t in targets]) for a in (0, 1)]
-        whole, by = prod(shape), [prod(shape) / sizes[a] for a in (0, 1)]
-        steps: list[list[Table]] = []  # [axis][whether the other axis shards the tensor]
-        for axis in (0, 1):
-            befores, afters = [s[axis] for s in sources], [t[axis] for t in targets]
-            steps.append([self._on_axis(tensor, axis, befores, afters, e) for e in (whole, by[1 - axis])])
-        best = np.full((len(sources), len(targets)), np.inf)
-        for first in (0, 1):
-            second = 1 - first
-            one = np.where(sharded[second][:, None], steps[first][1], steps[first][0])
-            two = np.where(made[first][None, :], steps[second][1], steps[second][0])
-            between = _legal_between(sources, targets, first, tensor, self._setting)
-            best = np.minimum(best, np.where(between, one + two, np.inf))
-        return best
 
     def _of_hops(self, tensor: LogicalTensor, axis: int, hops: Hops, elements: float) -> float:
         total = 0.0
@@ -153,25 +120,9 @@ class Conversions:
             return inf
         total = 0.0
         for move in found[1]:
-            elements = prod(full_along(move.source, sizes, shape, move.axis)) / self._setting.micro_batches
+            elements = prod(full_along(move.source, sizes, shape, move.axis))
             total += self._of_hops(tensor, move.axis, ((move.row.forward, move.row.backward),), elements)
         return total
-
-
-def _legal_between(
-    sources: Sequence[Layout], targets: Sequence[Layout], first: int, tensor: LogicalTensor, setting: Setting
-) -> NDArray[np.bool_]:
-    """Return whether the layout after the first axis is converted is a legal one: [sources, targets]."""
-    known: dict[Layout, bool] = {}
-    result = np.ones((len(sources), len(targets)), dtype=bool)
-    for i, source in enumerate(sources):
-        for j, target in enumerate(targets):
-            between = (target[0], source[1]) if first == 0 else (source[0], target[1])
-            if between not in known:
-                every = (*between, *source[2:])
-                known[between] = explain_illegal(every, setting.sizes, tensor.shape) is None
-            result[i, j] = known[between]
-    return result
 
 
 @lru_cache(maxsize=65536)

@@ -28,8 +28,7 @@ from nnscaler.planning.cost.flops_and_memory_traffic import computes_in
 from nnscaler.planning.cost.model_protocol import CostModel
 from nnscaler.planning.sharding.conversion_costs import Conversions
 from nnscaler.planning.sharding.parameter_and_activation_memory import OPTIMIZER_BYTES, Kept, parameter_memory
-from nnscaler.planning.sharding.problem_config import Setting
-from nnscaler.planning.sharding.strategies import Strategies, Strategy, alike
+from nnscaler.planning.sharding.settings_and_strategies import Setting, Strategies, Strategy, alike
 from nnscaler.planning.sharding.zero_stages import AT_REST_WHOLE, AtRest, PlacedParameter, leaf_of, placed
 
 Column = NDArray[np.float64]

@@ -21,7 +21,7 @@ from nnscaler.planning.sharding.parameter_and_activation_memory import (
     ParameterMemory,
     parameter_memory,
 )
-from nnscaler.planning.sharding.problem_config import Setting
+from nnscaler.planning.sharding.settings_and_strategies import Setting
 from nnscaler.transform.plan import DP, EP, ZERO, RestStep, Step
 from nnscaler.transform.zero import sharded_at_rest
 

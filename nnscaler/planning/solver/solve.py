@@ -100,7 +100,7 @@ def _with(problem: ChoiceProblem, fixed: Fixed) -> Reduced:
 
 
 # The best choices within one budget of memory, with a proven bound.
-# The bound is that of Lagrangian relaxation, from exact solves at prices of memory (see `pareto_frontier`); the
+# The bound is that of Lagrangian relaxation, from exact solves at prices of memory (see `sweep_memory_price`); the
 # choices come from the efficient points next to the budget and their crossings (see `repair`). Where a gap stays
 # open, hubs are fixed one by one (see `branch`), and a small problem is handed to an integer program.
 

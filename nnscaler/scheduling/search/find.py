@@ -12,17 +12,20 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from importlib.metadata import version
-from math import floor, gcd, lcm
+from math import floor, gcd, isfinite, lcm
 
 from nnscaler.scheduling.search.bound import SLACK, ScheduleBound, bound_of, check_memory
-from nnscaler.scheduling.search.check_schedule import violations
 from nnscaler.scheduling.search.exact_state_search import search_states
-from nnscaler.scheduling.search.found_schedule import FoundSchedule, PeriodProof, ScheduleCertificate, limits_of
+from nnscaler.scheduling.search.found_schedule import (
+    FoundSchedule,
+    PeriodProof,
+    ScheduleCertificate,
+    violations,
+)
 from nnscaler.scheduling.search.job_shop_graph import Shop, Starts, orders_of, peaks_of, sequences, shop_of
-from nnscaler.scheduling.search.lengthen_short_schedule import longer_step
-from nnscaler.scheduling.search.list_scheduling_rules import Portfolio, settled
-from nnscaler.scheduling.search.modulo_scheduling import SEED, search_repetend
+from nnscaler.scheduling.search.list_scheduling import Portfolio, settled
 from nnscaler.scheduling.search.problem import ScheduleProblem
+from nnscaler.scheduling.search.repetends import SEED, longer_step, search_repetend
 
 COARSEST = 4  # units in the work of the busiest device: with fewer, times say nothing
 
@@ -193,7 +196,7 @@ class _Search:
             period_bound=self.bound.period,
             repetend=self.repetend,
             peaks=peaks_of(self.shop, sequences(self.shop, best.starts)),
-            limits=limits_of(problem),
+            limits=tuple(limit if isfinite(limit) else None for limit in problem.limits),
             searched=tuple(self.searched),
             not_searched=tuple(self.not_searched),
             solver=f"highspy {version('highspy')}" if self.repetend is not None else "",

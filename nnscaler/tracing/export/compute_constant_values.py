@@ -8,7 +8,7 @@ computed from the nodes that were recorded for them, and a selection is by the n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,13 +43,7 @@ class KnownValues(TorchFunctionMode):
         """Return whether this is a tensor of the export whose values no input reaches."""
         return isinstance(tensor, Tensor) and self._nodes.value_of(tensor) is not None
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _LOOKS and len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
             value = self._nodes.value_of(args[0])
             if value is not None:

@@ -24,9 +24,9 @@ from torch.utils.checkpoint import CheckpointFunction
 from op_registry.spec import SourceLocation
 
 from nnscaler.errors import NnscalerError
+from nnscaler.tracing.export.exportable_calls import in_vmap, needs_gradient
 from nnscaler.tracing.export.recompute_regions import Checkpoints
 from nnscaler.tracing.export.user_source_locations import location_of_frames
-from nnscaler.tracing.export.vmaps import in_vmap, needs_gradient
 
 NAMESPACE = "nnscaler_function"
 

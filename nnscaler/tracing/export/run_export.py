@@ -33,13 +33,12 @@ from nnscaler.runtime.start_autograd import start_autograd
 from nnscaler.runtime.training.autocast import AutocastUnknown
 from nnscaler.tracing.export.compute_constant_values import KnownValues
 from nnscaler.tracing.export.custom_gradients import OpaqueFunction, opaque_autograd_functions
-from nnscaler.tracing.export.exportable_calls import exportable_calls
+from nnscaler.tracing.export.exportable_calls import exportable_calls, vmaps_expanded
 from nnscaler.tracing.export.loss_module import LossModule
 from nnscaler.tracing.export.mutated_attributes_and_draws import attributes_kept, buffers_written, draws_kept
 from nnscaler.tracing.export.recompute_regions import checkpoints_marked
 from nnscaler.tracing.export.selected_rows import keep_rows_in_place
 from nnscaler.tracing.export.user_source_locations import TORCH, is_library, location_of_exception
-from nnscaler.tracing.export.vmaps import vmaps_expanded
 from nnscaler.tracing.float64_run import as_written
 
 # Make a model's own code, and the libraries that it uses, believe that they are not being exported.

@@ -7,7 +7,7 @@ from math import prod
 
 from op_registry.builtin._dims import annotate, letters, linear_in, local, tensor, whole
 from op_registry.call import Call, TensorArgument
-from op_registry.spec import AnnotationFunction, AnnotationResult, LinearSets, OperatorSpec, Shards
+from op_registry.spec import AnnotationResult, LinearSets, OperatorSpec, Shards
 
 
 def _weight_linear(call: Call) -> LinearSets:
@@ -96,16 +96,12 @@ def _instance_norm(call: Call) -> str:
     return annotate([dims, *[["c"]] * (len(call.tensors()) - 1)], [dims])
 
 
-def _kept_dim(dim_at: int) -> AnnotationFunction:
-    """Same shape; only the one dim whose entries are normalised each by itself is free."""
-
-    def annotation(call: Call) -> str:
-        x = tensor(call, 0, "self")
-        kept = whole(call.get(dim_at, "dim"), x.ndim)
-        names = [n if i == kept else f"{n}^" for i, n in enumerate(letters(x.ndim))]
-        return annotate([names], [names])
-
-    return annotation
+def _renorm(call: Call) -> str:
+    """`renorm(x, p, dim, maxnorm)`: only the one dim whose entries are normalised each by itself is free."""
+    x = tensor(call, 0, "self")
+    kept = whole(call.get(2, "dim"), x.ndim)
+    names = [n if i == kept else f"{n}^" for i, n in enumerate(letters(x.ndim))]
+    return annotate([names], [names])
 
 
 def _norm_except(call: Call) -> str:
@@ -194,7 +190,7 @@ SPECS: tuple[OperatorSpec, ...] = (
     OperatorSpec("aten._weight_norm.default", _weight_norm),
     OperatorSpec("aten._weight_norm_interface.default", _weight_norm_interface, detached=frozenset({1})),
     OperatorSpec("aten.instance_norm.default", _instance_norm),
-    OperatorSpec("aten.renorm.default", _kept_dim(2)),
+    OperatorSpec("aten.renorm.default", _renorm),
     OperatorSpec("aten.norm_except_dim.default", _norm_except),
     OperatorSpec("aten.native_layer_norm.default", _native_norm, detached=_STATISTICS),
     OperatorSpec("aten._fused_rms_norm.default", _native_norm),

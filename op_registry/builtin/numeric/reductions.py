@@ -257,11 +257,11 @@ _SCANS: tuple[OperatorSpec, ...] = (
 # Sorting: the dim that is sorted, or searched, is frozen.
 
 
-def _sorting(dim_at: int, name: str = "self", outputs: int = 2) -> AnnotationFunction:
+def _sorting(dim_at: int, outputs: int = 2) -> AnnotationFunction:
     """`values, indices` of the shape of the input."""
 
     def annotation(call: Call) -> str:
-        ndim = tensor(call, 0, name).ndim
+        ndim = tensor(call, 0, "self").ndim
         dim = whole(call.get(dim_at, "dim", -1), ndim)
         dims = [f"{n}^" if i == dim else n for i, n in enumerate(letters(ndim))]
         return annotate([dims], [dims] * outputs)

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import nnscaler.layout
-from nnscaler.codegen.expressions import conversion_text
-from nnscaler.ir.layout_conversion import find_path
-from nnscaler.ir.legal_layout import explain_illegal
+from nnscaler.codegen.expressions_and_names import conversion_text
+from nnscaler.ir.layout_conversion import explain_illegal, find_path
 from nnscaler.layout import (
     INVARIANT,
     PARTIAL,

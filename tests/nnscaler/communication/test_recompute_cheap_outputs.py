@@ -17,6 +17,8 @@ import nnscaler
 from nnscaler.transform.plan import RecomputeStep
 from verify import verify_plan
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 
 class Layer(nn.Module):
     def __init__(self, activation: Any, again: bool) -> None:

@@ -7,8 +7,7 @@ from math import inf
 
 import pytest
 
-from nnscaler.ir.layout_conversion import ROWS, ConversionStep, find_path, move_cost, volume
-from nnscaler.ir.legal_layout import explain_illegal
+from nnscaler.ir.layout_conversion import ROWS, ConversionStep, explain_illegal, find_path, move_cost, volume
 from nnscaler.layout import (
     INVARIANT,
     PARTIAL,

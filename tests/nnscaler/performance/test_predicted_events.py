@@ -22,12 +22,12 @@ from nnscaler.ir.operation_annotations import signatures
 from nnscaler.performance.measured_events import Records, measured_events
 from nnscaler.performance.predict_step_time import Prediction, Programmed, programmed
 from nnscaler.performance.predicted_events import PlacedEvent, placed_events, rank_calls, step_events
-from nnscaler.planning.cluster.read import load_cluster
+from nnscaler.planning.cluster.description import load_cluster
 from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.cost.model_protocol import Overheads
 from nnscaler.records_as_json import encode
 from nnscaler.runtime.communication.simulator import Simulator
-from nnscaler.runtime.jobs.record_step_times import recorded_step
+from nnscaler.runtime.jobs.measured_on_ranks import recorded_step
 from nnscaler.runtime.program.load_python import load_user_module
 from nnscaler.runtime.program.program_directory import read_program
 from nnscaler.timeline_events import Event, StepEvents

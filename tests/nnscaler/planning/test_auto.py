@@ -14,7 +14,7 @@ from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation_annotations import signatures
 from nnscaler.performance.predict_step_time import replay
 from nnscaler.planning.auto_plan_request import Decided, cluster_of, cost_of, parse_auto, search_plan
-from nnscaler.planning.compare_plans import differences
+from nnscaler.planning.compare_plans_and_choices import differences
 from nnscaler.planning.constraints import sizes
 from nnscaler.planning.plan_from_axes import make_plan
 from nnscaler.tracing import Traced, trace

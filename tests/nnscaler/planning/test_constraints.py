@@ -15,7 +15,7 @@ from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.operation_annotations import signatures
 from nnscaler.ir.placement import Choice, Split
 from nnscaler.layout import Axis, Sharded, State
-from nnscaler.planning.cluster.read import load_cluster
+from nnscaler.planning.cluster.description import load_cluster
 from nnscaler.planning.constraints import (
     Constraint,
     all_of,
@@ -31,7 +31,7 @@ from nnscaler.planning.constraints import (
     sizes,
     together,
 )
-from nnscaler.planning.constraints.megatron_roles import roles_of
+from nnscaler.planning.constraints.megatron import roles_of
 from nnscaler.planning.plan_from_axes import make_plan, steps_of
 from nnscaler.planning.planner.branch_and_bound import CLOSE
 from nnscaler.planning.planner.build_certified_plan import choices_of

@@ -13,9 +13,9 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation_annotations import signatures
 from nnscaler.performance.predict_step_time import replay
-from nnscaler.planning import context_parallel
-from nnscaler.planning.cluster.read import load_cluster
-from nnscaler.planning.context_parallel import contexts
+from nnscaler.planning import context_and_expert_parallel
+from nnscaler.planning.cluster.description import load_cluster
+from nnscaler.planning.context_and_expert_parallel import contexts
 from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.parallel_configurations import Configuration
 from nnscaler.planning.parse_axes import parse_spec
@@ -118,7 +118,7 @@ def test_only_long_sequences_are_searched(monkeypatch: pytest.MonkeyPatch) -> No
     assert contexts(graph, known, 24, lambda cp: True) == (1,)
     assert contexts(graph, known, 24, lambda cp: cp == 3) == (3,)  # where a constraint asks for it
     assert contexts(graph, known, 24, lambda cp: False) == (1,)
-    monkeypatch.setattr(context_parallel, "LONG", 32)
+    monkeypatch.setattr(context_and_expert_parallel, "LONG", 32)
     assert contexts(graph, known, 24, lambda cp: True) == (1, 2, 4)  # with 8, a rank has no 8 blocks
 
 

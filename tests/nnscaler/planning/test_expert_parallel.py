@@ -14,7 +14,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation_annotations import signatures
 from nnscaler.planning.constraints.kinds import sizes
-from nnscaler.planning.expert_parallel import find_experts
+from nnscaler.planning.context_and_expert_parallel import find_experts
 from nnscaler.planning.parallel_configurations import Configuration
 from nnscaler.planning.parse_axes import parse_axes, ranks_in
 from nnscaler.planning.plan_from_axes import make_plan

@@ -19,7 +19,7 @@ from nnscaler.instructions import Instruction
 from nnscaler.ir.operation_annotations import signatures
 from nnscaler.layout import Sharded
 from nnscaler.performance.predict_step_time import replay
-from nnscaler.planning.cluster.read import load_cluster
+from nnscaler.planning.cluster.description import load_cluster
 from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.cost.model_protocol import Overheads
 from nnscaler.planning.plan_from_axes import make_plan
@@ -27,7 +27,7 @@ from nnscaler.runtime import Simulator
 from nnscaler.runtime.communication.communicator import CommunicationCall, Communicator, ProgramError
 from nnscaler.runtime.communication.sharded_parameter_gathers import ParameterReads, Read
 from nnscaler.runtime.program.load_python import letting_go, load_role
-from nnscaler.runtime.saved_tensor_hooks import SavedValues
+from nnscaler.runtime.recomputed_regions import SavedValues
 from nnscaler.runtime.stage_base_class import Stage
 from nnscaler.runtime.training.backward import BackwardPasses
 from nnscaler.runtime.training.executor import RankExecutor

@@ -17,10 +17,9 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from nnscaler.errors import NnscalerError
 from nnscaler.instructions import Instruction
 from nnscaler.scheduling.dependencies import chain, check_acyclic
-from nnscaler.scheduling.given_orders import read_orders
+from nnscaler.scheduling.given_orders import read_csv, read_orders, write_csv
 from nnscaler.scheduling.registry import SCHEDULES
 from nnscaler.scheduling.schedule import Schedule
-from nnscaler.scheduling.torch_csv import read_csv, write_csv
 from verify.external.verify import verify_program
 from verify.results.report import Report
 from verify.results.verdict import Verdict

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nnscaler.tracing import Traced, trace
-from nnscaler.tracing.user_loss import with_loss
+from nnscaler.tracing.models_with_added_loss import with_loss
 from tests.nnscaler.tracing.stacks import LAYERS, Stack, same
 from tests.sampling import every
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import nnscaler
 from nnscaler.errors import NnscalerError
 from nnscaler.tracing import trace
-from nnscaler.tracing.user_loss import check_loss_function, with_loss
+from nnscaler.tracing.models_with_added_loss import check_loss_function, with_loss
 from verify import verify_plan
 
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))

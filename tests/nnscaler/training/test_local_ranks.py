@@ -79,7 +79,7 @@ def test_what_one_rank_ends_with_is_said_with_its_number(tmp_path: Path) -> None
 
 
 def test_the_rank_that_left_another_is_the_cause_although_it_ends_later() -> None:
-    codes = {0: f"raise SystemExit({LOST})", 1: "import time; time.sleep(2); raise SystemExit(2)"}
+    codes = {0: f"raise SystemExit({LOST})", 1: "import time; time.sleep(0.5); raise SystemExit(2)"}
     ranks = [Rank(n, subprocess.Popen([sys.executable, "-S", "-c", code]), None) for n, code in codes.items()]
     cause = first_to_fail(ranks, {0})
     assert cause is not None and cause.number == 1

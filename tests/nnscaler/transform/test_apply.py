@@ -15,8 +15,8 @@ from nnscaler.layout import Sharded
 from nnscaler.transform.apply import apply_plan, make_stages, reorder
 from nnscaler.transform.complete_plan import batch_states, largest_micro_batches
 from nnscaler.transform.plan import AssignStep, OrderStep, Plan, RecomputeStep, ReplicateStep, SplitStep, Step
+from nnscaler.transform.propagate_choices import all_candidates, reach
 from nnscaler.transform.select_operations import select
-from nnscaler.transform.split_candidates import all_candidates, reach
 
 TP = (("tp", 2),)
 

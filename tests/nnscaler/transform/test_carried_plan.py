@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from functools import cache
 from typing import Any
 
 import pytest
@@ -45,6 +46,7 @@ def batch(rows: int) -> dict[str, Tensor]:
     return {"x": torch.randn(rows, 8, 6, generator=generator), "labels": torch.randint(3, (rows,), generator=generator)}
 
 
+@cache
 def graph(rows: int, training: bool = True) -> Graph:
     torch.manual_seed(0)
     with warnings.catch_warnings():

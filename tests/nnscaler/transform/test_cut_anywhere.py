@@ -21,7 +21,7 @@ from nnscaler.transform.partition_stages import (
     partition_stages,
     repeated_operations,
 )
-from nnscaler.transform.pipeline_cut_points import (
+from nnscaler.transform.pipeline_cuts import (
     ENOUGH,
     blocks_of,
     describe_modules,

@@ -21,7 +21,7 @@ from op_registry.spec import Refusal
 
 from nnscaler.ir.derive_operand_layouts import explain_illegal_choices, input_states, output_states, shards_of
 from nnscaler.ir.graph import Graph, LogicalTensor, Operation, Slot
-from nnscaler.ir.legal_layout import explain_illegal, shape_of_rank
+from nnscaler.ir.layout_conversion import explain_illegal, shape_of_rank
 from nnscaler.ir.operation_annotations import Signature, signatures
 from nnscaler.ir.placement import Choice, RunPartial, Split
 from nnscaler.layout import INVARIANT, Partial, Sharded, State

@@ -12,7 +12,7 @@ import pytest
 from nnscaler.codegen.compiled_program import Program
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.ir.operation_annotations import signatures
-from nnscaler.planning.choose_coshard_regions import coshard_steps
+from nnscaler.planning.named_policies import coshard_steps
 from nnscaler.planning.plan_from_axes import make_plan
 from nnscaler.transform import apply
 from tests.random_plans import SLICED, random_plan

@@ -14,7 +14,7 @@ import nnscaler
 from nnscaler.codegen.compiled_program import Program
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.legal_layout import explain_illegal
+from nnscaler.ir.layout_conversion import explain_illegal
 from nnscaler.ir.operation_annotations import signatures
 from nnscaler.layout import INVARIANT, PARTIAL, Layout, Sharded, State
 from nnscaler.runtime.shards import shard

@@ -18,13 +18,13 @@ from op_registry.bind_annotation import localise
 from op_registry.call import AxisArgument, Call
 
 from nnscaler.ir.derive_operand_layouts import input_states, output_states, shards_of
-from nnscaler.ir.legal_layout import shape_of_rank
+from nnscaler.ir.layout_conversion import shape_of_rank
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice
 from nnscaler.layout import Partial, Prefix, Sharded, State, gradient_state
 from nnscaler.runtime.communication.communicator import CommunicationError, Communicator
 from nnscaler.runtime.communication.simulator import Simulator
-from nnscaler.runtime.tensor_difference import TensorDifference, difference, family_scale, largest
+from nnscaler.runtime.tensor_bits_and_difference import TensorDifference, difference, family_scale, largest
 from verify.evidence.inputs.concrete_call import function_of, outputs_of, plain_of, with_tensors
 from verify.evidence.inputs.operand_shards import Lay, gather, groups_of, lay_of, local_shape, ranks_of, spread
 from verify.evidence.oracle.run_random_operators import random_arguments

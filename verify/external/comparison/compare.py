@@ -10,8 +10,15 @@ import torch
 from torch import Tensor
 
 from nnscaler.errors import few
-from nnscaler.runtime.tensor_bits import as_real, same_values
-from nnscaler.runtime.tensor_difference import FAMILY_SHARE, FILL, difference, family_scale, largest
+from nnscaler.runtime.tensor_bits_and_difference import (
+    FAMILY_SHARE,
+    FILL,
+    as_real,
+    difference,
+    family_scale,
+    largest,
+    same_values,
+)
 from verify.external.comparison.comparison_records import ComparisonResult, Difference, ProgramRun
 from verify.external.comparison.losses_and_norms import compare_losses, compare_norms
 from verify.external.comparison.micro_batch_reference import MEAN_OF_MEANS, cause_by_micro_batches

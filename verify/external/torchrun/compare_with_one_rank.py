@@ -10,8 +10,14 @@ import torch
 from torch import Tensor
 
 from nnscaler.error_text import first_line
-from nnscaler.runtime.tensor_bits import distance_of_copies, same_bits
-from nnscaler.runtime.tensor_difference import FLOAT64_BOUND, difference, is_finite, is_whole
+from nnscaler.runtime.tensor_bits_and_difference import (
+    FLOAT64_BOUND,
+    difference,
+    distance_of_copies,
+    is_finite,
+    is_whole,
+    same_bits,
+)
 from verify.external.comparison.compare import LATE, compare
 from verify.external.comparison.comparison_records import ComparisonResult, Difference, PartGradients, ProgramRun
 from verify.external.comparison.findings import findings

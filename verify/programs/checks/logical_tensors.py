@@ -14,8 +14,15 @@ from torch import Tensor
 from nnscaler.layout import IN_STEP, Replicated, States
 from nnscaler.runtime.shards import assemble, logical_coordinates, ravel, unravel
 from nnscaler.runtime.stage_base_class import Buffer, Parameter, Stage
-from nnscaler.runtime.tensor_bits import distance_of_copies, same_bits
-from nnscaler.runtime.tensor_difference import FAMILY_SHARE, FILL, TensorDifference, difference, family_scale
+from nnscaler.runtime.tensor_bits_and_difference import (
+    FAMILY_SHARE,
+    FILL,
+    TensorDifference,
+    difference,
+    distance_of_copies,
+    family_scale,
+    same_bits,
+)
 from verify.programs.execution.record_rank_steps import Entry, RankResult
 
 

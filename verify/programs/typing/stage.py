@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from nnscaler.ir.graph import Graph, LogicalTensor
-from nnscaler.ir.legal_layout import explain_illegal
+from nnscaler.ir.layout_conversion import explain_illegal
 from nnscaler.layout import IN_STEP, INVARIANT, REPLICATED, Layout, Partial, Replicated, Sharded
 from verify.programs.typing.lines.type_operation_lines import Typer
 from verify.programs.typing.lines.walk import Reading, Scope, Walk

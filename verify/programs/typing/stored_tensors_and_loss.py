@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nnscaler.ir.graph import Graph, LogicalTensor
-from nnscaler.ir.legal_layout import explain_illegal
+from nnscaler.ir.layout_conversion import explain_illegal
 from nnscaler.layout import INVARIANT, PARTIAL, Sharded
 from verify.programs.typing.explain_layout_mismatch import disagreement
 from verify.programs.typing.lines.walk import Noted, Reading

@@ -17,7 +17,7 @@ from op_registry.bind_annotation import localise
 from op_registry.spec import Refusal
 
 from nnscaler.ir.derive_operand_layouts import input_states, output_states, shards_of
-from nnscaler.ir.legal_layout import shape_of_rank
+from nnscaler.ir.layout_conversion import shape_of_rank
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice
 from nnscaler.layout import Partial, Sharded, State, gradient_state

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from op_registry.registry import default_registry
 
+from nnscaler.codegen.expressions_and_names import Origin, operator_origins
 from nnscaler.codegen.generate import generate
-from nnscaler.codegen.operator_names import Origin, operator_origins
 from nnscaler.communication.communicated_graph import CommunicatedGraph
 from nnscaler.communication.insert_conversions import materialise
 from nnscaler.errors import NnscalerError

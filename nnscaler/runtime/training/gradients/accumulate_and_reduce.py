@@ -19,6 +19,7 @@ from nnscaler.runtime.communication.communicator import Communicator, ProgramErr
 from nnscaler.runtime.communication.sharded_parameter_gathers import ParameterReads
 from nnscaler.runtime.stage_base_class import Stage
 from nnscaler.runtime.training.gradients.buckets import Departures, DivisionBucket, SumBucket
+from nnscaler.runtime.training.gradients.clipping import separate_gradients
 from nnscaler.runtime.training.gradients.gradient_plan import (
     HALF,
     Slot,
@@ -29,7 +30,6 @@ from nnscaler.runtime.training.gradients.gradient_plan import (
     wanted,
     widened,
 )
-from nnscaler.runtime.training.gradients.unshare_gradient_memory import separate_gradients
 from nnscaler.runtime.training.parameters_at_rest import AtRest
 
 

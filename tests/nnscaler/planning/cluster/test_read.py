@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from nnscaler.errors import NnscalerError
-from nnscaler.planning.cluster.description import Quantity, quantity
-from nnscaler.planning.cluster.read import READY, load_cluster
+from nnscaler.planning.cluster.description import READY, Quantity, load_cluster, quantity
 
 GOOD = """\
 [device]

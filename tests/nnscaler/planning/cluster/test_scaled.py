@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nnscaler.planning.cluster.description import quantity, show_enough_bytes
+from nnscaler.planning.cluster.description import READY, load_cluster, quantity, show_enough_bytes
 from nnscaler.planning.cluster.detect_this_machine import cpu_cluster, described_gpu, found_cluster, ready_device
-from nnscaler.planning.cluster.read import READY, load_cluster
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nnscaler.planning.cluster.description import Cluster
-from nnscaler.planning.cluster.read import READY, load_cluster
+from nnscaler.planning.cluster.description import READY, Cluster, load_cluster
 from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.cost.collectives import spanned
 from nnscaler.planning.cost.model_protocol import KINDS, AxisPlace

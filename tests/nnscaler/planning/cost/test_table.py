@@ -14,9 +14,10 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.planning.cluster.description import Cluster, Level
 from nnscaler.planning.cost.analytic import EFFICIENCY, AnalyticCost
-from nnscaler.planning.cost.build_machine_profile import collective_calls, crowded
-from nnscaler.planning.cost.calibrate import (
+from nnscaler.planning.cost.build_machine_profile import (
+    collective_calls,
     collectives_error,
+    crowded,
     fit_device,
     fit_level,
     operator_factors,

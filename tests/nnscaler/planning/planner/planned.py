@@ -8,7 +8,7 @@ import torch
 
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation_annotations import signatures
-from nnscaler.planning.cluster.read import load_cluster
+from nnscaler.planning.cluster.description import load_cluster
 from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.planner.planner_graph import PlanningCache
 from nnscaler.tracing import trace

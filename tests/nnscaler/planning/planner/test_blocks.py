@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nnscaler.ir.graph import element_bytes
-from nnscaler.planning.cluster.read import load_cluster
+from nnscaler.planning.cluster.description import load_cluster
 from nnscaler.planning.constraints import all_of, sizes
 from nnscaler.planning.parallel_configurations import Configuration
 from nnscaler.planning.planner.branch_and_bound import search

@@ -9,7 +9,7 @@ import nnscaler
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation_annotations import signatures
-from nnscaler.planning.cluster.read import load_cluster
+from nnscaler.planning.cluster.description import load_cluster
 from nnscaler.planning.constraints import sizes
 from nnscaler.planning.planner.find_plan import find_plan
 from nnscaler.planning.sharding.parameter_and_activation_memory import MemoryBudget

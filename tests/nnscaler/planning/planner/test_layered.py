@@ -11,8 +11,7 @@ import pytest
 from nnscaler.communication.insert_conversions import materialise
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.operation_annotations import signatures
-from nnscaler.planning.cluster.description import quantity
-from nnscaler.planning.cluster.read import load_cluster
+from nnscaler.planning.cluster.description import load_cluster, quantity
 from nnscaler.planning.constraints import sizes
 from nnscaler.planning.parallel_configurations import Configuration, configurations, uneven_ramps
 from nnscaler.planning.planner import equal_layer_chain

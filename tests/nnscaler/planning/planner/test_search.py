@@ -12,15 +12,14 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Operation
 from nnscaler.ir.operation_annotations import signatures
 from nnscaler.ir.placement import Choice
-from nnscaler.planning.cluster.description import quantity
-from nnscaler.planning.cluster.read import load_cluster
+from nnscaler.planning.cluster.description import load_cluster, quantity
+from nnscaler.planning.compare_plans_and_choices import alternatives
 from nnscaler.planning.constraints import Constraint, all_of, read_constraints, replicate, require, sizes
 from nnscaler.planning.parallel_configurations import Configuration, configurations, divisors
 from nnscaler.planning.planner.branch_and_bound import CLOSE, search
 from nnscaler.planning.planner.build_certified_plan import choices_of
 from nnscaler.planning.planner.evaluate_configuration import evaluate
 from nnscaler.planning.planner.find_plan import Found, find_plan
-from nnscaler.planning.planner.price_other_choices import alternatives
 from nnscaler.planning.sharding.parameter_and_activation_memory import MemoryBudget, parameter_memory
 from nnscaler.planning.solver import variable_elimination as elimination
 from nnscaler.scheduling.registry import planned_schedules

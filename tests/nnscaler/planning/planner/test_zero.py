@@ -12,7 +12,7 @@ from nnscaler.communication.stage_memory_and_work import stage_memory
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.operation_annotations import signatures
 from nnscaler.performance.predict_step_time import programmed
-from nnscaler.planning.cluster.read import load_cluster
+from nnscaler.planning.cluster.description import load_cluster
 from nnscaler.planning.constraints import all_of, data_parallel, read_constraints, sizes
 from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.parallel_configurations import Configuration, configurations

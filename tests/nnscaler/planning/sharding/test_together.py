@@ -7,7 +7,7 @@ from math import inf
 
 from nnscaler.ir.placement import RunInvariant, RunPartial, RunReplicated, Split
 from nnscaler.planning.sharding.build_problem import Weights, pose
-from nnscaler.planning.sharding.strategies import alike
+from nnscaler.planning.sharding.settings_and_strategies import alike
 from nnscaler.planning.solver.solve import solve
 from tests.nnscaler.planning.planner.planned import subject_of
 

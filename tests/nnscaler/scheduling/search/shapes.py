@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from nnscaler.scheduling.dependencies import chain
-from nnscaler.scheduling.search.problem_from_placement import StagePlan, equal_stages, looped
+from nnscaler.scheduling.search.problem import StagePlan, equal_stages, looped
 from nnscaler.scheduling.timeline import PassCosts
 
 

@@ -10,15 +10,20 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 
 from nnscaler.scheduling.search.bound import bound_of, memory_needed
-from nnscaler.scheduling.search.check_schedule import violations
 from nnscaler.scheduling.search.exact_state_search import search_states
 from nnscaler.scheduling.search.find import in_units
+from nnscaler.scheduling.search.found_schedule import violations
 from nnscaler.scheduling.search.job_shop_graph import Shop, Starts, makespan_of, sequences, shop_of
-from nnscaler.scheduling.search.lengthen_short_schedule import longer_step
-from nnscaler.scheduling.search.list_scheduling_rules import settled
-from nnscaler.scheduling.search.modulo_scheduling import Repetend, search_repetend
-from nnscaler.scheduling.search.problem import PassBlock, ScheduleProblem, make_problem
-from nnscaler.scheduling.search.problem_from_placement import equal_stages, looped, pipeline_problem
+from nnscaler.scheduling.search.list_scheduling import settled
+from nnscaler.scheduling.search.problem import (
+    PassBlock,
+    ScheduleProblem,
+    equal_stages,
+    looped,
+    make_problem,
+    pipeline_problem,
+)
+from nnscaler.scheduling.search.repetends import Repetend, longer_step, search_repetend
 from tests.nnscaler.scheduling.search.problems import shortest, small_problems
 from tests.nnscaler.scheduling.search.shapes import folded, with_shared
 

@@ -9,8 +9,15 @@ import pytest
 
 from nnscaler.errors import NnscalerError
 from nnscaler.scheduling.search.bound import bound
-from nnscaler.scheduling.search.problem import Dependency, PassBlock, make_problem
-from nnscaler.scheduling.search.problem_from_placement import StagePlan, equal_stages, looped, pipeline_problem
+from nnscaler.scheduling.search.problem import (
+    Dependency,
+    PassBlock,
+    StagePlan,
+    equal_stages,
+    looped,
+    make_problem,
+    pipeline_problem,
+)
 from nnscaler.scheduling.timeline import PassCosts
 from tests.nnscaler.scheduling.search.shapes import both_ways, folded, recycled, with_shared
 

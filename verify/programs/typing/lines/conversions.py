@@ -8,8 +8,7 @@ from math import prod
 from typing import Any
 
 from nnscaler.ir.graph import LogicalTensor
-from nnscaler.ir.layout_conversion import ROWS, ConversionRow
-from nnscaler.ir.legal_layout import explain_illegal
+from nnscaler.ir.layout_conversion import ROWS, ConversionRow, explain_illegal
 from nnscaler.layout import (
     INVARIANT,
     MICRO,
