@@ -26,7 +26,7 @@ from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.operation_annotations import Signature, signatures
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
 from nnscaler.planning.plan_from_axes import assign_steps, stages_of, step_of
-from nnscaler.scheduling.zero_bubble import v_shape
+from nnscaler.scheduling.v_shaped import v_shape
 from nnscaler.tracing import trace
 from nnscaler.tracing.sample_inputs import flatten_inputs
 from nnscaler.transform.apply import apply_plan

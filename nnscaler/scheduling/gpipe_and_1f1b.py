@@ -1,4 +1,4 @@
-"""Schedules that are written down: GPipe, 1F1B, and those alike (interleaved, interlaced, 3F1B, PipeDream)."""
+"""Schedules that are written down: GPipe, 1F1B, and what goes as 1F1B does: interleaved, interlaced, 3F1B, PipeDream."""
 
 from __future__ import annotations
 

@@ -22,7 +22,8 @@ from nnscaler.scheduling.gpipe_and_1f1b import (
 )
 from nnscaler.scheduling.schedule import Schedule, ScheduleKind
 from nnscaler.scheduling.token_slices import in_slices
-from nnscaler.scheduling.zero_bubble import DUALPIPE_V, SPLIT_1F1B, ZB_H1, ZB_H1_FEW, ZB_H1_HALF, ZB_H2, ZB_V
+from nnscaler.scheduling.v_shaped import DUALPIPE_V, ZB_V
+from nnscaler.scheduling.zero_bubble import SPLIT_1F1B, ZB_H1, ZB_H1_FEW, ZB_H1_HALF, ZB_H2
 from nnscaler.transform.apply import check_places
 from nnscaler.transform.plan import Plan, stage_devices
 

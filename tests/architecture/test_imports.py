@@ -30,7 +30,7 @@ LATE = {
     ("nnscaler.cli.*", "op_registry*"): "the same",
     ("nnscaler.pytest_plugin", "nnscaler.cli*"): "it is loaded in every test run of everybody who installed nnscaler",
     ("nnscaler.model_file", "nnscaler.*"): "a file that is not there is told without torch",
-    ("nnscaler.scheduling.zero_bubble", "nnscaler.scheduling.search*"): "schedules are listed without the search",
+    ("nnscaler.scheduling.v_shaped", "nnscaler.scheduling.search*"): "schedules are listed without the search",
     ("nnscaler.plan_source", "nnscaler.*"): "a plan that cannot be is told without torch",
     (
         "nnscaler.planning.auto_plan_request",
