@@ -30,7 +30,7 @@ from nnscaler.errors import few
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.planning.cluster.description import show_bytes
-from nnscaler.scheduling.gpipe_and_1f1b import ONE_F_ONE_B
+from nnscaler.scheduling.one_f_one_b import ONE_F_ONE_B
 from nnscaler.scheduling.registry import schedule_of, with_schedule
 from nnscaler.scheduling.schedule import Schedule
 from nnscaler.scheduling.timeline import peak_of_stage

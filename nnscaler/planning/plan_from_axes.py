@@ -19,7 +19,7 @@ from nnscaler.planning.constraints.kinds import SharedEnds
 from nnscaler.planning.context_and_expert_parallel import batch_axes, context_parallel, expert_steps
 from nnscaler.planning.parse_axes import BALANCED, OWNED
 from nnscaler.planning.stages_of_recycling_models import partition_runs, runs_of
-from nnscaler.scheduling.gpipe_and_1f1b import around
+from nnscaler.scheduling.interlaced import around
 from nnscaler.scheduling.registry import DEFAULT, get_schedule, with_schedule
 from nnscaler.scheduling.schedule import ScheduleKind
 from nnscaler.transform.complete_plan import follow_batch, largest_micro_batches

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from nnscaler.errors import NnscalerError, SourceLocation
 from nnscaler.instructions import FORM, SLICES, Instruction, check_order, read_instruction
-from nnscaler.scheduling.gpipe_and_1f1b import delays
+from nnscaler.scheduling.pipedream import delays
 from nnscaler.scheduling.schedule import BACKWARD, Schedule, ScheduleKind
 
 Places = tuple[tuple[int, ...], ...]  # the devices of each stage

@@ -11,15 +11,11 @@ from types import MappingProxyType
 from nnscaler.errors import NnscalerError
 from nnscaler.instructions import FORM, SLICES
 from nnscaler.scheduling.given_orders import GivenOrder, read_orders
-from nnscaler.scheduling.gpipe_and_1f1b import (
-    GPIPE,
-    INTERLACED,
-    INTERLEAVED,
-    N_F_ONE_B,
-    ONE_F_ONE_B,
-    PIPEDREAM,
-    written_for,
-)
+from nnscaler.scheduling.gpipe import GPIPE
+from nnscaler.scheduling.interlaced import INTERLACED
+from nnscaler.scheduling.n_f_one_b import N_F_ONE_B
+from nnscaler.scheduling.one_f_one_b import INTERLEAVED, ONE_F_ONE_B
+from nnscaler.scheduling.pipedream import PIPEDREAM, written_for
 from nnscaler.scheduling.schedule import Schedule, ScheduleKind
 from nnscaler.scheduling.token_slices import in_slices
 from nnscaler.scheduling.v_shaped import DUALPIPE_V, ZB_V

@@ -17,7 +17,7 @@ from nnscaler.instructions import (
     read_instruction,
     versions_read,
 )
-from nnscaler.scheduling.gpipe_and_1f1b import delays, pipedream, written_for
+from nnscaler.scheduling.pipedream import delays, pipedream, written_for
 from nnscaler.scheduling.timeline import simulate
 
 

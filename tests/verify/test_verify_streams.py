@@ -12,7 +12,7 @@ from torch import Tensor
 import nnscaler
 import verify
 from nnscaler.errors import NnscalerError
-from nnscaler.scheduling.gpipe_and_1f1b import pipedream, written_for
+from nnscaler.scheduling.pipedream import pipedream, written_for
 from nnscaler.training.build_from_settings import _check_steps
 from nnscaler.transform.plan import Plan
 from verify.report_formats import FORMATS

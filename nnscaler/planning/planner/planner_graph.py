@@ -30,7 +30,7 @@ from nnscaler.planning.sharding.parameter_and_activation_memory import OPTIMIZER
 from nnscaler.planning.sharding.settings_and_strategies import Setting, Strategies, axis_options, given_axes
 from nnscaler.planning.sharding.zero_stages import AT_REST_WHOLE, AtRest, ParameterPlacement
 from nnscaler.planning.solver.solve import solve
-from nnscaler.scheduling.gpipe_and_1f1b import INTERLACED
+from nnscaler.scheduling.interlaced import INTERLACED
 from nnscaler.scheduling.registry import DEFAULT, planned_schedules
 from nnscaler.scheduling.schedule import Ramp, ScheduleKind
 from nnscaler.transform.complete_plan import batch_of

@@ -17,7 +17,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.instructions import Instruction
 from nnscaler.scheduling.dependencies import chain, check_acyclic
 from nnscaler.scheduling.given_orders import GivenOrder, kind_of_function, read_csv, read_orders, write_csv
-from nnscaler.scheduling.gpipe_and_1f1b import written_for
+from nnscaler.scheduling.pipedream import written_for
 from nnscaler.scheduling.registry import SCHEDULES, schedule_of, with_schedule
 from nnscaler.transform.plan import Plan
 
