@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nnscaler.runtime.communication.communicator import CommunicationCall
-from verify.external.ranks.collective_mismatch import GroupKey, disagreement_of
+from verify.external.ranks.collective_semantics import GroupKey, disagreement_of
 from verify.external.ranks.run_result import RankCall
 
 _LENGTH = struct.Struct("<I")
