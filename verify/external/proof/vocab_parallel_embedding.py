@@ -15,9 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from verify.external.proof.align_ranks import Aligned, Follows
 from verify.external.proof.graph_recorder import CAPTURED
-from verify.external.proof.rank_graph import CallOutput, RecordedCall
+from verify.external.proof.rank_graph import Aligned, CallOutput, Follows, RecordedCall
 
 _AS_IT_IS = frozenset(f"aten.{name}.default" for name in ("clone", "alias", "detach", "lift_fresh", "lift_fresh_copy"))
 
