@@ -33,8 +33,7 @@ from verify.external.torchrun.match_one_rank import (
     reference_of,
     unmatched,
 )
-from verify.external.torchrun.reference_processes import Failed, NoReference, NotMatched
-from verify.external.torchrun.run_ranks_and_reference import ScriptRunner
+from verify.external.torchrun.run_ranks_and_reference import Failed, NoReference, NotMatched, ScriptRunner
 from verify.external.torchrun.watched_script_record import Clipped, ScriptRecord
 from verify.programs.low_precision.noise import moved
 from verify.results.finding import Finding

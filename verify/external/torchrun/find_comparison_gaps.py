@@ -14,8 +14,7 @@ from verify.external.reference import PlainReference
 from verify.external.torchrun.elements_of_one_rank import FilledIn
 from verify.external.torchrun.feed_data_of_all_ranks import Material, Way
 from verify.external.torchrun.match_one_rank import Layout, reference_of
-from verify.external.torchrun.reference_processes import Failed, NoReference, NotMatched
-from verify.external.torchrun.run_ranks_and_reference import ScriptRunner
+from verify.external.torchrun.run_ranks_and_reference import Failed, NoReference, NotMatched, ScriptRunner
 from verify.external.torchrun.script_state import is_outside
 from verify.external.torchrun.watched_script_record import ScriptRecord
 from verify.programs.causes.wrong_tensor import VAGUE

@@ -26,8 +26,7 @@ from verify.external.comparison.findings import findings
 from verify.external.ranks.run_result import RanksFailed
 from verify.external.torchrun.compare_with_one_rank import Attempt, Judged, attempt_of, explained
 from verify.external.torchrun.match_one_rank import Layout, NoParts, material_of, parts_of
-from verify.external.torchrun.reference_processes import Failed, NotMatched
-from verify.external.torchrun.run_ranks_and_reference import ScriptRunner
+from verify.external.torchrun.run_ranks_and_reference import Failed, NotMatched, ScriptRunner
 from verify.external.torchrun.watched_script_record import Clipped, ScriptRecord
 from verify.programs.causes.wrong_tensor import VAGUE
 from verify.results.finding import Finding

@@ -16,8 +16,7 @@ from verify.external.ranks.run_result import RanksFailed
 from verify.external.torchrun.compare_with_one_rank import Judged, attempt_of, judge
 from verify.external.torchrun.find_and_replace_data import ignored_in
 from verify.external.torchrun.match_one_rank import Layout, NoParts, material_of, parts_of
-from verify.external.torchrun.reference_processes import Failed, NotMatched
-from verify.external.torchrun.run_ranks_and_reference import ScriptRunner
+from verify.external.torchrun.run_ranks_and_reference import Failed, NotMatched, ScriptRunner
 from verify.external.torchrun.watched_script_record import ScriptRecord
 from verify.external.unequal_label_counts import NAME
 from verify.results.report import Check
