@@ -18,8 +18,11 @@ from verify.external.torchrun.compare_with_one_rank import SAID, Judged, judge
 from verify.external.torchrun.cuda_on_cpu import WITHOUT_GPU, asks_for_gpu
 from verify.external.torchrun.find_ranks_with_same_rows import counts_for_each_rank, replicas, same_rows
 from verify.external.torchrun.match_one_rank import Layout, NoParts, material_of, parts_of, unequal_starts
-from verify.external.torchrun.rerun_with_larger_gradients import with_larger_gradients, without_limits
-from verify.external.torchrun.rerun_with_unequal_labels import with_unequal_labels
+from verify.external.torchrun.rerun_with_other_sizes_or_labels import (
+    with_larger_gradients,
+    with_unequal_labels,
+    without_limits,
+)
 from verify.external.torchrun.run_ranks_and_reference import Failed, ScriptRunner
 from verify.external.torchrun.run_watched_script import check_words
 from verify.external.torchrun.watched_script_record import ScriptRecord
