@@ -18,8 +18,7 @@ from verify.external.comparison.compare import compare
 from verify.external.comparison.comparison_records import ComparisonResult, ProgramRun
 from verify.external.comparison.findings import findings
 from verify.external.comparison.localise import FirstDifference, first_differences, traced_model, traced_rank
-from verify.external.comparison.micro_batch_reference import micro_means
-from verify.external.comparison.reference_rounding_noise import measure
+from verify.external.comparison.reference_in_parts_and_noise import measure, micro_means
 from verify.external.comparison.repair import Repair, repair_of
 from verify.external.comparison.replicas_under_dropout import NAME as COPIES
 from verify.external.comparison.replicas_under_dropout import draws, draws_beside_dropout, unequal, unequal_losses

@@ -17,7 +17,7 @@ from nnscaler.errors import few
 from verify.external.communication_and_memory_profile import communication_profile, memory, notes_of
 from verify.external.comparison.comparison_records import ComparisonResult
 from verify.external.comparison.findings import findings
-from verify.external.comparison.reference_rounding_noise import rounded
+from verify.external.comparison.reference_in_parts_and_noise import rounded
 from verify.external.differential_run import ExternalCase, ExternalSettings
 from verify.external.observe_rank_run import RankRecord, note_on_hooks
 from verify.external.parameter_mapping import StateMap, moved_names

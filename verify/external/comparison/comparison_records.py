@@ -8,7 +8,7 @@ from functools import cached_property
 
 from torch import Tensor
 
-from verify.external.comparison.micro_batch_reference import MicroMeans
+from verify.external.comparison.reference_in_parts_and_noise import MicroMeans
 from verify.external.observe_rank_run import RankRecord
 from verify.external.program import ExternalProgram
 from verify.external.reference import PlainReference

@@ -15,7 +15,7 @@ from nnscaler.runtime.tensor_difference import FLOAT64_BOUND, difference, is_fin
 from verify.external.comparison.compare import LATE, compare
 from verify.external.comparison.comparison_records import ComparisonResult, Difference, PartGradients, ProgramRun
 from verify.external.comparison.findings import findings
-from verify.external.comparison.reference_rounding_noise import DRAWS, HALF, UNKNOWN, largest_distances
+from verify.external.comparison.reference_in_parts_and_noise import DRAWS, HALF, UNKNOWN, largest_distances
 from verify.external.comparison.replicas_under_dropout import NAME as COPIES
 from verify.external.comparison.replicas_under_dropout import finding as of_dropout
 from verify.external.observe_rank_run import RankRecord

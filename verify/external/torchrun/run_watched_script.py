@@ -14,7 +14,7 @@ import torch
 
 from nnscaler.errors import NnscalerError
 from verify.evidence.inputs.random_state import seed_all
-from verify.external.comparison.reference_rounding_noise import PARTS
+from verify.external.comparison.reference_in_parts_and_noise import PARTS
 from verify.external.ranks.dtensor_attention import register_attention
 from verify.external.ranks.torch_private import FileStore
 from verify.external.torchrun.cuda_on_cpu import cpu_changes, replaced
