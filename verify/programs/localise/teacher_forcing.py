@@ -64,9 +64,8 @@ from nnscaler.layout import Partial, State
 from nnscaler.runtime.shards import unravel
 from nnscaler.runtime.stage_base_class import Parameter, Stage, is_trained, place_in_time, sizes_in_time
 from verify.programs.execution.compare_variables import Pieces, Variable, gradient_states
-from verify.programs.localise.deal_shards import Dealer
 from verify.programs.localise.instrument_statements import Statement
-from verify.programs.localise.reference_values import Logical
+from verify.programs.localise.reference_values import Dealer, Logical
 
 At = tuple[int, int]  # rank, micro-batch (-1: `prepare`)
 
