@@ -143,10 +143,6 @@ def _before_the_sum(module: hand.SplitRows) -> Callable[[Tensor], Tensor]:
     return forward
 
 
-def _local_square_clip(model: Any, limit: float) -> Tensor:
-    return nn.utils.clip_grad_norm_(model.parameters(), limit)
-
-
 def _all_squares_clip(model: Any, limit: float) -> Tensor:
     total = torch.stack([g.square().sum() for g in e.gradients_of(model)]).sum()
     dist.all_reduce(total)
@@ -170,7 +166,7 @@ SPLIT = (
         with_loss(_OwnTotal)),
     row("bias", "hand tp=2 gpt", "the bias of split rows is added on every rank", ANY, e.afterwards(early_bias)),
     row("clipping", "hand tp=2 mlp clipped", "the norm of own shards and copies", "differs scaled missing_reduction",
-        e.program_choice(clip=_local_square_clip)),
+        e.program_choice(clip=lambda model, limit: nn.utils.clip_grad_norm_(model.parameters(), limit))),
     row("clipping", "hand tp=2 mlp clipped", "copies counted in the norm", "scaled differs",
         e.program_choice(clip=_all_squares_clip)),
     row("wrong shard", "hand tp=2 gpt", "shards of up exchanged, those of down not", f"{ANY} permuted",

@@ -24,17 +24,9 @@ def _first_row_zero(x: Tensor) -> Tensor:
     return y
 
 
-def _shifted(x: Tensor) -> Tensor:
-    return torch.cat([torch.zeros_like(x[:1]), x[:-1]])
-
-
 def _quantised(x: Tensor) -> Tensor:
     step = x.detach().abs().max().clamp(min=1e-3) / 127
     return (x / step).round().detach() * step + (x - x.detach())
-
-
-def _windowed(x: Tensor) -> Tensor:
-    return torch.nn.functional.avg_pool1d(x, 3, 1, 1)
 
 
 def _nearest(x: Tensor) -> Tensor:
@@ -63,9 +55,9 @@ _ELEMENTWISE: tuple[tuple[str, Function, Function], ...] = (
     ("running sum", lambda x: x.cumsum(0), _same),
     ("running maximum", lambda x: x.cummax(0).values, _same),
     ("sorted", lambda x: x.sort(0).values, _same),
-    ("shifted by a row", _shifted, _same),
+    ("shifted by a row", lambda x: torch.cat([torch.zeros_like(x[:1]), x[:-1]]), _same),
     ("differences of neighbours", lambda x: x - x.roll(1, 1), _same),
-    ("averaged over a window", _windowed, _same),
+    ("averaged over a window", lambda x: torch.nn.functional.avg_pool1d(x, 3, 1, 1), _same),
     ("resampled", _nearest, _same),
     ("softmax", lambda x: x.softmax(1), torch.sigmoid),
     ("softmax of rows and columns", lambda x: x.flatten().softmax(0).view(x.shape), torch.sigmoid),
@@ -100,18 +92,6 @@ def _heads(x: Tensor) -> Tensor:
     return x.view(x.shape[0], 4, -1).softmax(-1).flatten(1)
 
 
-def _heads_given(x: Tensor, h: int) -> Tensor:
-    return x.view(x.shape[0], h, -1).softmax(-1).flatten(1)
-
-
-def _as_heads(x: Tensor, h: int) -> Tensor:
-    return _heads(x) + 0.0 * h
-
-
-def _pooled(x: Tensor) -> Tensor:
-    return x.view(4, -1, x.shape[1]).amax(1)
-
-
 def _others() -> Iterator[OperatorMutant]:
     make = _FAMILY.mutant
     pairs = "another branch on small tensors, given"
@@ -121,20 +101,20 @@ def _others() -> Iterator[OperatorMutant]:
     yield make(
         "a number of heads of its own",
         "a (h d^) -> a (h d^)",
-        _as_heads,
-        _heads_given,
+        lambda x, h: _heads(x) + 0.0 * h,
+        lambda x, h: x.view(x.shape[0], h, -1).softmax(-1).flatten(1),
         SHARDS,
         lambda: {"x": torch.randn(5, 48), "h": 12},
     )
     yield make(
         "a number of blocks of its own",
         "(a 3) b -> a b",
-        _pooled,
+        lambda x: x.view(4, -1, x.shape[1]).amax(1),
         lambda x: x.view(-1, 3, x.shape[1]).amax(1),
         SHARDS,
         lambda: (torch.randn(12, 6),),
     )
-    yield make("gradient of its own size", _BOTH, _scaled_gradient, _same)
+    yield make("gradient of its own size", _BOTH, lambda x: x.detach() + (x - x.detach()) / x.shape[0], _same)
     yield make("gradient averaged over its own rows", _BOTH, _averaged_gradient, _same)
     yield make("gradient from the neighbouring row", _BOTH, _rolled_gradient, _same)
     yield make("broadcast from a row of its own", "a b, b -> a b", lambda x, w: x + w * x[:1], lambda x, w: x + w)
@@ -151,10 +131,6 @@ def _others() -> Iterator[OperatorMutant]:
         lambda x: torch.softmax(torch.einsum("bqd,cqd->qbc", x, x), -1).transpose(0, 1)[:, :, :1] * x,
         lambda x: torch.softmax(x @ x.transpose(1, 2), -1) @ x,
     )
-
-
-def _scaled_gradient(x: Tensor) -> Tensor:
-    return x.detach() + (x - x.detach()) / x.shape[0]
 
 
 def _averaged_gradient(x: Tensor) -> Tensor:
