@@ -59,8 +59,7 @@ def _continues(tally: Tally, comparison: Comparison, result: RankResult) -> None
             continue
         how = "is missing" if tensor is None else f"differs: {difference(tensor, right)}"
         message = f"training from a checkpoint, `{name}` {how} on rank {result.rank}"
-        repeated = any(f.counter_example["tensor"] == name for f in tally.findings)
-        tally.add(Verdict.REFUTED, None if repeated else _finding(comparison, name, message))
+        tally.refute(_finding(comparison, name, message))
 
 
 def _finding(comparison: Comparison, name: str, message: str) -> Finding:

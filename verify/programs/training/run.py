@@ -303,9 +303,7 @@ def check_dtypes(ranks: Sequence[RankTraining], state: Mapping[str, Tensor]) -> 
             found, wanted = (str(d).removeprefix("torch.") for d in (tensor.dtype, right))
             message = f"training: the {what} of `{name}` is {found} on rank {rank.rank}, and the parameter is {wanted}"
             facts = {"tensor": name, "step": "0", "rank": str(rank.rank)}
-            repeated = any(f.counter_example["tensor"] == name for f in tally.findings)
-            finding = Finding("training_dtype_differs", message, None, facts, cause)
-            tally.add(Verdict.REFUTED, None if repeated else finding)
+            tally.refute(Finding("training_dtype_differs", message, None, facts, cause))
     return tally.outcome()
 
 
