@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, SplitPoint, pipeline
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from verify.self_test.external.models import cross_entropy
+from verify.self_test.external.models import clipped, cross_entropy, squares
 
 CPU = torch.device("cpu")
 Cut = Callable[[nn.Module, int, int], nn.Module]
@@ -208,16 +208,9 @@ class TiedStep:
 def clip_stages(made: Pipeline, limit: float) -> Tensor:
     """Clip by the norm of all stages' gradients."""
     gradients = [p.grad for part in made.parts for p in part.parameters() if p.grad is not None]
-    total = torch.stack([g.square().sum() for g in gradients]).sum()
+    total = squares(gradients)
     dist.all_reduce(total)
-    return _clipped(gradients, total.sqrt(), limit)
-
-
-def _clipped(gradients: Sequence[Tensor], norm: Tensor, limit: float) -> Tensor:
-    factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
-    for gradient in gradients:
-        gradient *= factor
-    return norm
+    return clipped(gradients, total.sqrt(), limit)
 
 
 def adamw_of_parts(made: Any) -> torch.optim.Optimizer:

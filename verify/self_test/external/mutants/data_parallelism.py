@@ -219,13 +219,7 @@ ROWS_OF_DATA = (
 )  # fmt: skip
 
 
-class _ForwardSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        total = x.clone()
-        dist.all_reduce(total)
-        return total
-
+class _ForwardSum(dp.Summed):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         return gradients[0]
@@ -283,15 +277,6 @@ def _to_owners(model: nn.Module, shift: int = 0) -> None:
         gradient /= dist.get_world_size()
 
 
-def _summed_norm(model: Any, limit: float) -> Tensor:
-    total = torch.stack([g.square().sum() for g in dp.gradients_of(model)]).sum()
-    dist.all_reduce(total)
-    norm = total.sqrt()
-    for gradient in dp.gradients_of(model):
-        gradient *= torch.clamp(limit / (norm + 1e-6), max=1.0)
-    return norm
-
-
 STATE = "not_updated differs scaled stale"
 OPTIMIZERS = (
     row("optimizer", "ddp=2 mlp", "the optimizer updates a stale copy", "not_updated",
@@ -322,7 +307,7 @@ OPTIMIZERS = (
     row("clipping", "ddp=4 llama clipped", "the norm of the largest element", "differs scaled",
         e.program_choice(clip=lambda made, limit: nn.utils.clip_grad_norm_(made.parameters(), limit, float("inf")))),
     row("clipping", "by hand hooks", "the norms of ranks added", "scaled", e.program_choice(
-        clip=_summed_norm)),
+        clip=e.clip_by_all_squares)),
 )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from verify.self_test.external import edits_that_make_mutants as e
 from verify.self_test.external import pipelines as pp
 from verify.self_test.external.edits_that_make_mutants import ExternalMutant, row, same
-from verify.self_test.external.models import cross_entropy, summed_cross_entropy
+from verify.self_test.external.models import clipped, cross_entropy, squares, summed_cross_entropy
 from verify.self_test.external.pipelines import Pipeline
 
 ANY = "differs"
@@ -156,11 +156,9 @@ def _stage_norm(made: Pipeline, limit: float) -> Tensor:
 
 def _added_norms(made: Pipeline, limit: float) -> Tensor:
     gradients = list(e.gradients_of(made))
-    total = torch.stack([g.square().sum() for g in gradients]).sum().sqrt()
+    total = squares(gradients).sqrt()
     dist.all_reduce(total)
-    for gradient in gradients:
-        gradient *= torch.clamp(limit / (total + 1e-6), max=1.0)
-    return total
+    return clipped(gradients, total, limit)
 
 
 def _first_part(made: Any) -> torch.optim.Optimizer:
