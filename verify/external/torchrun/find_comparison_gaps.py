@@ -121,7 +121,7 @@ def left_open(
 
 
 def idle_at_start(
-    runner: ScriptRunner, reference: PlainReference, material: Material, double: bool, way: Way, *, filled: FilledIn
+    runner: ScriptRunner, reference: PlainReference, material: Material, way: Way, filled: FilledIn
 ) -> tuple[str, ...]:
     """Return the parameters whose gradient is zero in every step, and would not be if others started elsewhere: behind
     a layer that starts from zeros, at a rate that starts from 0. What no data of these steps reach is left out."""
@@ -136,7 +136,7 @@ def idle_at_start(
         for name, value in material.start.items()
     }
     try:
-        made = runner.fed(double, replace(material, start=start), way)
+        made = runner.fed(replace(material, start=start), way)
     except (NotMatched, Failed):
         return zeros
     still = _zeros(reference_of(made, len(reference.steps), filled))

@@ -35,6 +35,7 @@ from verify.external.comparison.comparison_records import ComparisonResult
 from verify.external.comparison.findings import findings
 from verify.external.ranks.run_result import RanksFailed
 from verify.external.torchrun.compare_with_one_rank import Attempt, Judged, attempt_of, explained, judge
+from verify.external.torchrun.feed_data_of_all_ranks import Material
 from verify.external.torchrun.find_and_replace_data import ignored_in
 from verify.external.torchrun.match_one_rank import Layout, NoParts, material_of, parts_of
 from verify.external.torchrun.run_ranks_and_reference import Failed, NotMatched, ScriptRunner
@@ -60,11 +61,9 @@ _ONE_LIMIT = "clip by a limit that does not depend on the number of ranks"
 
 def with_larger_gradients(
     runner: ScriptRunner,
-    name: str,
     judged: Judged,
     records: Sequence[ScriptRecord],
     layout: Layout,
-    double: bool,
     vary: Sequence[int] | None = None,
 ) -> Judged:
     """Compare the first steps once more with larger gradients where all agrees, and the script clips by other limits
@@ -81,11 +80,11 @@ def with_larger_gradients(
     if limits is not None:
         words = f"with gradients {2.0**limits.bits:.0f} times as large, for {limits.text}"
         size = _Size(BEYOND, limits.bits, limits.step + 1, words, limits.text, _ONE_LIMIT)
-        return _compared_at(size, runner, name, judged, layout, double, vary)
+        return _compared_at(size, runner, judged, layout, vary)
     for check, bits, words in ((BEYOND, _LOUDER, f"{2**_LOUDER} times as large"), (WITHIN, -_QUIETER, "so small")):
         if judged.passes:
             size = _Size(check, bits, 1, f"with gradients {words}, for {_BY_ITSELF}", _BY_ITSELF, _BY_HAND)
-            judged = _compared_at(size, runner, name, judged, layout, double, vary)
+            judged = _compared_at(size, runner, judged, layout, vary)
     return judged
 
 
@@ -110,26 +109,17 @@ class _Size:
 
 
 def _compared_at(
-    size: _Size,
-    runner: ScriptRunner,
-    name: str,
-    judged: Judged,
-    layout: Layout,
-    double: bool,
-    vary: Sequence[int] | None,
+    size: _Size, runner: ScriptRunner, judged: Judged, layout: Layout, vary: Sequence[int] | None
 ) -> Judged:
     """Compare gradients of another size, too."""
     agreed = judged.attempt
     assert agreed is not None
     other = replace(runner, steps=size.steps, louder=2.0**size.bits)
     try:
-        made = other.on_ranks(double, vary)
+        made = other.on_ranks(vary)
         if not all(record.steps for record in made) or parts_of(made) != layout.parts:
             raise NotMatched("the ranks make no step, or take in other data")
-        material = material_of(made, layout.parts)
-        material = material if agreed.material.draws else replace(material, draws=())
-        material = replace(material, scalars=agreed.material.scalars)
-        attempt = attempt_of(other, name, made, layout, material, double, agreed.way)
+        attempt = attempt_of(other, made, layout, _material_like(agreed, made, layout), agreed.way)
         if attempt.filled.unplaced:
             raise NotMatched(f"{few(attempt.filled.unplaced)} cannot be found on one rank")
     except (RanksFailed, NoParts, NotMatched, Failed) as problem:
@@ -137,16 +127,23 @@ def _compared_at(
         message = f"{size.words}, nothing was compared: {first_line(problem, 300)}"
         return _with(judged, check, (Finding("not_compared", message, help=size.help),))
     if not attempt.agrees:
-        attempt = explained(other, attempt, [attempt], double)
+        attempt = explained(other, attempt, [attempt])
     compared = [r for r in attempt.compared if not r.name.endswith("after steps")]  # a first step may have a rate of 0
     differences = tuple(one for result in compared for one in result.differences)
     worst = max(result.worst for result in compared)
     whole = ComparisonResult(size.check, sum(result.count for result in compared), differences, worst)
     found = tuple(replace(f, message=f"{size.words}: {f.message}") for f in findings(attempt.run, compared))
-    return _with(judged, whole.check(Verdict.TESTED_EXACT if double else Verdict.TESTED_CALIBRATED), found)
+    return _with(judged, whole.check(Verdict.TESTED_EXACT if runner.double else Verdict.TESTED_CALIBRATED), found)
 
 
-def without_limits(runner: ScriptRunner, name: str, judged: Judged, layout: Layout, double: bool) -> Judged:
+def _material_like(agreed: Attempt, made: Sequence[ScriptRecord], layout: Layout) -> Material:
+    """Return what a run on one rank is fed with of these records, as it was in the attempt that agreed."""
+    material = material_of(made, layout.parts)
+    draws = material.draws if agreed.material.draws else ()
+    return replace(material, draws=draws, scalars=agreed.material.scalars)
+
+
+def without_limits(runner: ScriptRunner, judged: Judged, layout: Layout) -> Judged:
     """Find the causes of gradients that differ after something has limited them, in a run in which nothing does."""
     agreed = judged.attempt
     vague = [f for f in judged.findings if f.code == "gradient_differs" and f.counter_example.get("cause") in _MIXED]
@@ -155,18 +152,16 @@ def without_limits(runner: ScriptRunner, name: str, judged: Judged, layout: Layo
     steps = 1 + max(int(finding.counter_example.get("step", 0)) for finding in vague)
     quiet = replace(runner, steps=steps, louder=2.0**-_QUIETER)
     try:
-        made = quiet.on_ranks(double)
-        material = material_of(made, layout.parts)
-        material = material if agreed.material.draws else replace(material, draws=())
-        material = replace(material, scalars=agreed.material.scalars)
-        attempt = attempt_of(quiet, name, made, layout, material, double, agreed.way)
+        made = quiet.on_ranks()
+        material = _material_like(agreed, made, layout)
+        attempt = attempt_of(quiet, made, layout, material, agreed.way)
     except (RanksFailed, NoParts, NotMatched, Failed):
         return judged
     if not attempt.agrees:
         attempts = [attempt]
         with suppress(NotMatched, Failed):  # it says whose rows a gradient is of
-            attempts.append(attempt_of(quiet, name, made, layout, material, double, "part"))
-        attempt = explained(quiet, attempt, attempts, double)
+            attempts.append(attempt_of(quiet, made, layout, material, "part"))
+        attempt = explained(quiet, attempt, attempts)
     compared = [result for result in attempt.compared if result.name in ("gradients", LATE)]
     causes = findings(attempt.run, compared)
     if causes:
@@ -239,7 +234,7 @@ _SAID = "with unequal numbers of labels in the data parts"
 
 
 def with_unequal_labels(
-    runner: ScriptRunner, name: str, judged: Judged, records: Sequence[ScriptRecord], layout: Layout, double: bool
+    runner: ScriptRunner, judged: Judged, records: Sequence[ScriptRecord], layout: Layout
 ) -> Judged:
     """Compare once more with other numbers of labels in each data part, where all agrees, some are ignored, and as many
     count in each. What shows nothing is left out: labels that no mean is taken over, and runs that do not end well."""
@@ -248,23 +243,21 @@ def with_unequal_labels(
         return judged
     kept = [(part + 1) / layout.count for part in layout.parts]
     try:
-        made = runner.on_ranks(double, kept=kept, ignored=constants)
+        made = runner.on_ranks(kept=kept, ignored=constants)
         if parts_of(made) != layout.parts or not all(record.steps for record in made):
             return judged
-        material = material_of(made, layout.parts)
-        again = judge(runner, name, made, layout, material, double)
+        again = judge(runner, made, layout, material_of(made, layout.parts))
         if again.attempt is None or not (again.attempt.agrees or _refuted(again)):
             return judged
         own = replace(again.attempt.material, scalars=False)
-        if again.passes and attempt_of(runner, name, made, layout, own, double, "part").agrees:
+        if again.passes and attempt_of(runner, made, layout, own, "part").agrees:
             return judged
     except (RanksFailed, NoParts, NotMatched, Failed):
         return judged
     verdict = merge([check.verdict for check in again.checks])
     count, refuted = sum(check.count for check in again.checks), sum(check.refuted for check in again.checks)
-    check = Check(NAME, verdict, count, refuted)
     found = tuple(replace(finding, message=f"{_SAID}, {finding.message}") for finding in again.findings)
-    return replace(judged, checks=(*judged.checks, check), findings=(*judged.findings, *found))
+    return _with(judged, Check(NAME, verdict, count, refuted), found)
 
 
 def _refuted(judged: Judged) -> bool:

@@ -122,6 +122,7 @@ class ScriptRunner:
     steps    of each optimizer that are watched
     timeout  seconds of one run
     folder   for what the processes leave
+    double   every floating-point tensor is float64
     parts    the mean over the data parts, each by itself, is right
     louder   factor of every gradient
     """
@@ -131,13 +132,18 @@ class ScriptRunner:
     steps: int
     timeout: float
     folder: Path
+    double: bool
     parts: bool = False
     louder: float = 1.0
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
+    @property
+    def name(self) -> str:
+        """Return the words of the command line as a text."""
+        return " ".join(self.words)
+
     def on_ranks(
         self,
-        double: bool,
         vary: Sequence[int] | None = None,
         dropout: bool = False,
         kept: Sequence[float] | None = None,
@@ -153,7 +159,7 @@ class ScriptRunner:
         def on_rank(rank: int) -> None:
             redirect(folder / f"output-{rank}")
             other = None if vary is None else vary[rank]
-            start = Start(self.words, rank, self.ranks, None, self.steps, double, other, 0, dropout, self.louder)
+            start = Start(self.words, rank, self.ranks, None, self.steps, self.double, other, 0, dropout, self.louder)
             start = start if kept is None else replace(start, kept=kept[rank], ignored=ignored)
             try:
                 run_script(start, _saver(folder, rank))
@@ -165,17 +171,17 @@ class ScriptRunner:
         first, *others = _records(folder, self.ranks)
         return replace(first, notes=(*first.notes, *note_of_forgotten(ran.forgotten))), *others
 
-    def alone(self, double: bool) -> None:
+    def alone(self) -> None:
         """Run the script on one rank as it is. Raises Failed."""
         folder = self._folder("alone")
 
         def task(number: int) -> None:
-            start = Start(self.words, 0, 1, folder / "store", self.steps, double, devices=self.ranks)
+            start = Start(self.words, 0, 1, folder / "store", self.steps, self.double, devices=self.ranks)
             run_script(start, _saver(folder, number))
 
         run_apart(task, 1, self.timeout, folder)
 
-    def fed(self, double: bool, material: Material, way: Way) -> tuple[ScriptRecord, ...]:
+    def fed(self, material: Material, way: Way) -> tuple[ScriptRecord, ...]:
         """Run the script on one rank with the data of the ranks: once, or once for each data part at the same time.
 
         Raises Failed, and NotMatched where its data cannot be matched with theirs.
@@ -188,7 +194,7 @@ class ScriptRunner:
             add_up = _adder(folder / "parts", part, count) if count > 1 else None
             feed = RanksFeed(material, way, notes.append, part, add_up)
             store = folder / f"store-{part}"
-            start = Start(self.words, 0, 1, store, self.steps, double, devices=self.ranks, louder=self.louder)
+            start = Start(self.words, 0, 1, store, self.steps, self.double, devices=self.ranks, louder=self.louder)
             start = replace(start, reordered=material.reordered)
             run_script(start, _saver(folder, part, notes), feed)
 
