@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -197,12 +197,15 @@ class TiedStep:
 
     def __call__(self, made: Pipeline, batch: Any) -> Tensor | None:
         loss = pipeline_step(made, batch)
-        for part in made.parts:
-            for name in ("words", "head"):
-                module = getattr(part, name, None)
-                if module is not None:
-                    dist.all_reduce(module.weight.grad)
+        for gradient in tied_gradients(made):
+            dist.all_reduce(gradient)
         return loss
+
+
+def tied_gradients(made: Pipeline) -> Iterator[Tensor]:
+    """Yield the gradients of this rank's copies of the tied weight."""
+    modules = (getattr(part, name, None) for part in made.parts for name in ("words", "head"))
+    return (module.weight.grad for module in modules if module is not None)
 
 
 def clip_stages(made: Pipeline, limit: float) -> Tensor:

@@ -142,11 +142,8 @@ SCALES = (
 class _AveragedTies:
     def __call__(self, made: Pipeline, batch: Any) -> Tensor | None:
         loss = pp.TiedStep()(made, batch)
-        for part in made.parts:
-            for name in ("words", "head"):
-                module = getattr(part, name, None)
-                if module is not None:
-                    module.weight.grad /= 2
+        for gradient in pp.tied_gradients(made):
+            gradient /= 2
         return loss
 
 
