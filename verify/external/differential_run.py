@@ -246,10 +246,8 @@ class ExternalCase:
                 Finding(ran.code, f"{ran.message}, {words}", self.program.where),
             )
         run, compared = self.judge(ran.results, narrow)
-        differences = tuple(one for result in compared for one in result.differences)
-        whole = ComparisonResult(name, sum(r.count for r in compared), differences, max(r.worst for r in compared))
         refuted = tuple(replace(f, message=f"{words}: {f.message}") for f in findings(run, compared))
-        return whole.check(self.level), refuted
+        return ComparisonResult.of_all(name, compared).check(self.level), refuted
 
     def undecided(
         self, records: Sequence[RankRecord], checks: tuple[Check, ...], found: tuple[Finding, ...]

@@ -129,9 +129,7 @@ def _compared_at(
     if not attempt.agrees:
         attempt = explained(other, attempt, [attempt])
     compared = [r for r in attempt.compared if not r.name.endswith("after steps")]  # a first step may have a rate of 0
-    differences = tuple(one for result in compared for one in result.differences)
-    worst = max(result.worst for result in compared)
-    whole = ComparisonResult(size.check, sum(result.count for result in compared), differences, worst)
+    whole = ComparisonResult.of_all(size.check, compared)
     found = tuple(replace(f, message=f"{size.words}: {f.message}") for f in findings(attempt.run, compared))
     return _with(judged, whole.check(Verdict.TESTED_EXACT if runner.double else Verdict.TESTED_CALIBRATED), found)
 
