@@ -53,15 +53,21 @@ def _standardised(al: Numbers, row: Row, mean: Element, scale: Element) -> Row:
     return [al.named(al.multiply(al.subtract(e, mean), scale)) for e in row]
 
 
-def _layer_norm(al: Numbers, given: Given) -> tuple[Array, Array, Array]:
-    x, size = given["input"], prod(given["normalized_shape"])
-    rows, found = x.reshape(-1, size), []
-    statistics = [_statistics(al, list(row), given["eps"]) for row in rows]
+def _standardised_rows(al: Numbers, rows: Array, eps: Element) -> tuple[Row, Row, Row]:
+    """Return all values of the rows, standardised, and the mean and the scale of each row."""
+    found: Row = []
+    statistics = [_statistics(al, list(row), eps) for row in rows]
     for row, (mean, scale) in zip(rows, statistics, strict=True):
         found += _standardised(al, list(row), mean, scale)
+    return found, [mean for mean, _ in statistics], [scale for _, scale in statistics]
+
+
+def _layer_norm(al: Numbers, given: Given) -> tuple[Array, Array, Array]:
+    x, size = given["input"], prod(given["normalized_shape"])
+    found, means, scales = _standardised_rows(al, x.reshape(-1, size), given["eps"])
     y = _scaled(al, array(found, x.shape), given["weight"], given["bias"])
     shapes = [o.shape for o in given.outputs[1:] if o is not None]
-    return y, array([m for m, _ in statistics], shapes[0]), array([s for _, s in statistics], shapes[1])
+    return y, array(means, shapes[0]), array(scales, shapes[1])
 
 
 def _scaled(al: Numbers, x: Array, weight: Array | None, bias: Array | None) -> Array:
@@ -103,14 +109,11 @@ def _parameter_gradients(al: Numbers, grad: Array, standard: Sequence[Row]) -> t
 def _group_norm(al: Numbers, given: Given) -> tuple[Array, Array, Array]:
     """Channels are [groups, channels of a group]; statistics run over a group's channels and positions."""
     x, samples, channels, groups = given["input"], given["N"], given["C"], given["group"]
-    rows, found = x.reshape(samples * groups, -1), []
-    statistics = [_statistics(al, list(row), given["eps"]) for row in rows]
-    for row, (mean, scale) in zip(rows, statistics, strict=True):
-        found += _standardised(al, list(row), mean, scale)
+    found, means, scales = _standardised_rows(al, x.reshape(samples * groups, -1), given["eps"])
     per_channel = [None if given[key] is None else given[key].reshape(1, channels, 1) for key in ("weight", "bias")]
     y = _scaled(al, array(found, (samples, channels, given["HxW"])), *per_channel)
     shape = (samples, groups)
-    return y.reshape(x.shape), array([m for m, _ in statistics], shape), array([s for _, s in statistics], shape)
+    return y.reshape(x.shape), array(means, shape), array(scales, shape)
 
 
 def _group_norm_backward(al: Numbers, given: Given) -> tuple[Array | None, ...]:
