@@ -16,8 +16,8 @@ from nnscaler.runtime.training.async_pipeline import StreamExecutor, Versions
 from tests.sampling import every
 from verify.self_test.programs.judge_mutant import Execution, read_statically
 from verify.self_test.programs.mutants import pipedream_updates, runtime_faults, schedule
+from verify.self_test.programs.mutants.editable_program import MutationOperator
 from verify.self_test.programs.mutants.mutant import apply_edits
-from verify.self_test.programs.mutants.mutation_operator import MutationOperator
 from verify.self_test.programs.right_programs import TINY, build
 
 # of the programs in which the kinds have a place: a step with pipelines and tensor parallelism, recycling, a stream;

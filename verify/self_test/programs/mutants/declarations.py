@@ -6,9 +6,15 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 
-from verify.self_test.programs.mutants.editable_program import DeclarationEntry, RightProgram, micro_of
+from verify.self_test.programs.mutants.editable_program import (
+    DeclarationEntry,
+    Find,
+    RightProgram,
+    each_of,
+    micro_of,
+    operators,
+)
 from verify.self_test.programs.mutants.mutant import Edit, Edits
-from verify.self_test.programs.mutants.mutation_operator import Find, each_of, operators
 
 _STATE = re.compile(r'"(\w+)": ((?:Sharded|Partial|Replicated)\([^()]*(?:\([^()]*\))?[^()]*\))')
 _OUTER = re.compile(r", outer=(\d+)")

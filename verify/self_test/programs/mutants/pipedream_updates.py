@@ -6,9 +6,8 @@ import re
 from collections.abc import Callable, Iterator
 
 from nnscaler.instructions import batches_written, going_on, read_instruction
-from verify.self_test.programs.mutants.editable_program import RightProgram
+from verify.self_test.programs.mutants.editable_program import Find, RightProgram, operators
 from verify.self_test.programs.mutants.mutant import Edit, Edits
-from verify.self_test.programs.mutants.mutation_operator import Find, operators
 
 Change = Callable[[list[str], int], list[str] | None]
 

@@ -8,9 +8,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from nnscaler.instructions import Instruction, total_order
 from nnscaler.scheduling.dependencies import chain, dependencies
 from nnscaler.scheduling.schedule import Schedule, parse_order
-from verify.self_test.programs.mutants.editable_program import RightProgram, Role, micro_of
+from verify.self_test.programs.mutants.editable_program import Find, RightProgram, Role, each_of, micro_of, operators
 from verify.self_test.programs.mutants.mutant import Edit, Edits
-from verify.self_test.programs.mutants.mutation_operator import Find, each_of, operators
 
 
 def _several(subject: RightProgram) -> bool:
