@@ -22,8 +22,7 @@ from verify.external.differential_run import ExternalCase, ExternalSettings
 from verify.external.observe_rank_run import RankRecord, note_on_hooks
 from verify.external.parameter_mapping import StateMap, moved_names
 from verify.external.program import Batch, ExternalProgram
-from verify.external.ranks.dtensor_attention import register_attention
-from verify.external.ranks.keep_float64_in_backward import exact_throughout
+from verify.external.ranks.attention_and_float64_of_torch import exact_throughout, register_attention
 from verify.external.ranks.run import RankRun, RanksFailed
 from verify.external.reference import (
     check_rows,

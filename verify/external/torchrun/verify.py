@@ -12,7 +12,7 @@ import torch
 
 from nnscaler.error_text import first_line
 from nnscaler.errors import few
-from verify.external.ranks.keep_float64_in_backward import exact_throughout
+from verify.external.ranks.attention_and_float64_of_torch import exact_throughout
 from verify.external.ranks.run_result import RanksFailed
 from verify.external.torchrun.compare_with_one_rank import SAID, Judged, judge
 from verify.external.torchrun.cuda_on_cpu import WITHOUT_GPU, asks_for_gpu
