@@ -12,7 +12,6 @@ from verify.self_test.programs.mutants import (
     cuts_copies_constants,
     declarations,
     operations_and_gradients,
-    pipedream_updates,
     schedule,
 )
 from verify.self_test.programs.mutants.compiler_mistakes import generated_mutants
@@ -26,7 +25,6 @@ TEXT_OPERATORS: tuple[MutationOperator, ...] = (
     *arguments.OPERATORS,
     *declarations.OPERATORS,
     *schedule.OPERATORS,
-    *pipedream_updates.OPERATORS,
     *cuts_copies_constants.OPERATORS,
 )
 
