@@ -35,8 +35,7 @@ from verify.evidence.dimension_types.rules import (
     losses,
     normalisation,
     pointwise,
-    products,
-    reductions,
+    reductions_and_products,
     views,
 )
 from verify.evidence.dimension_types.rules.call_with_states import Operand, Rule, RuleCall, unknown
@@ -52,8 +51,7 @@ _FAMILIES = (
     normalisation,
     cat_and_split,
     pointwise,
-    products,
-    reductions,
+    reductions_and_products,
     views,
     convolution_pooling_resizing,
 )

@@ -10,7 +10,7 @@ import torch
 
 from verify.evidence.dimension_types.rules.call_with_states import Operand, Rule, RuleCall, unknown
 from verify.evidence.dimension_types.rules.labelled_dims_rule import Labelled, Labels, labelled, letters
-from verify.evidence.dimension_types.rules.products import plus
+from verify.evidence.dimension_types.rules.reductions_and_products import plus
 from verify.evidence.dimension_types.states import SAME, Shard, State, equal, split_dims
 
 
