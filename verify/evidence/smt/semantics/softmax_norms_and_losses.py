@@ -1,4 +1,7 @@
-"""Semantics of losses, of softmax, and of layer and group norm, with their gradients."""
+"""Semantics of losses, of softmax, and of layer and group norm, with their gradients.
+
+The maximum that kernels of softmax subtract first cancels in real numbers.
+"""
 
 from __future__ import annotations
 
