@@ -24,12 +24,7 @@ from verify.external.parameter_mapping import StateMap, moved_names
 from verify.external.program import Batch, ExternalProgram
 from verify.external.ranks.attention_and_float64_of_torch import exact_throughout, register_attention
 from verify.external.ranks.run import RankRun, RanksFailed
-from verify.external.reference import (
-    check_rows,
-    copied,
-    initial_model,
-    run_reference,
-)
+from verify.external.reference import check_rows, copied, initial_model, run_reference
 from verify.external.saving.check import check_saving
 from verify.external.torchrun.cuda_on_cpu import WITHOUT_GPU, asks_for_gpu, cuda_is_the_cpu
 from verify.external.untrained_copies import COPY

@@ -256,11 +256,7 @@ def explained(runner: ScriptRunner, chosen: Attempt, made: Sequence[Attempt]) ->
 
 
 def _judged(
-    chosen: Attempt,
-    reasons: tuple[NoReference, ...],
-    doubt: str | None,
-    unseen: frozenset[str],
-    idle: Sequence[str],
+    chosen: Attempt, reasons: tuple[NoReference, ...], doubt: str | None, unseen: frozenset[str], idle: Sequence[str]
 ) -> Judged:
     double = chosen.run.reference.dtype == torch.float64
     level = Verdict.TESTED_EXACT if double else Verdict.TESTED_CALIBRATED

@@ -101,10 +101,7 @@ def check_other_plan(
     roles = program.roles()
     (parameters, buffers), reference = holdings_of(roles), comparison.reference
     last = replace(
-        reference,
-        losses=reference.losses[-1:],
-        gradients=reference.gradients[-1:],
-        results=reference.results[-1:],
+        reference, losses=reference.losses[-1:], gradients=reference.gradients[-1:], results=reference.results[-1:]
     )
     other = replace(
         comparison,

@@ -147,11 +147,7 @@ class _CallForm:
 
 
 def prove_obligations(
-    obligations: Sequence[Obligation],
-    *,
-    seconds: float,
-    memo: Memo | None = None,
-    seed: int = 0,
+    obligations: Sequence[Obligation], *, seconds: float, memo: Memo | None = None, seed: int = 0
 ) -> LemmaResult:
     """Test every lemma that the obligations rely on, and prove what can be proved.
 

@@ -147,9 +147,7 @@ def pipeline_step(made: Pipeline, batch: Any) -> Tensor | None:
     inputs, labels = batch
     losses: list[Tensor] = []
     made.schedule.step(
-        *((inputs,) if made.first else ()),
-        target=labels if made.last else None,
-        losses=losses if made.last else None,
+        *((inputs,) if made.first else ()), target=labels if made.last else None, losses=losses if made.last else None
     )
     return torch.stack([loss.detach() for loss in losses]).mean() if made.last else None
 

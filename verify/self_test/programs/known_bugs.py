@@ -202,13 +202,7 @@ ROWS: tuple[PlantedBug, ...] = (
         ("stale",),
         fault=runtime_faults.stale_parameter("blocks.1.up.weight"),
     ),
-    PlantedBug(
-        18,
-        "buffer of gradients not zeroed",
-        "sharded",
-        ("step before",),
-        fault=runtime_faults.kept_gradients,
-    ),
+    PlantedBug(18, "buffer of gradients not zeroed", "sharded", ("step before",), fault=runtime_faults.kept_gradients),
     PlantedBug(
         19,
         "an expert's parameter is summed over the ranks of dense ones",

@@ -272,10 +272,7 @@ def missed_plants(calls: Mapping[str, Sequence[DrawnCall]], planted: Sequence[Pl
 
 
 def fuzz_in_children(
-    calls: Mapping[str, Sequence[DrawnCall]],
-    conclude: Rule = conclude,
-    seed: int = 0,
-    effort: Effort = THOROUGH,
+    calls: Mapping[str, Sequence[DrawnCall]], conclude: Rule = conclude, seed: int = 0, effort: Effort = THOROUGH
 ) -> dict[str, RuleResult]:
     """Return the results by overload, in the order of their names.
 

@@ -177,8 +177,5 @@ RULES: Mapping[str, Rule] = MappingProxyType(
 )
 
 SIZES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "aten.native_group_norm.default": ("N",),
-        "aten.native_group_norm_backward.default": ("N",),
-    }
+    {"aten.native_group_norm.default": ("N",), "aten.native_group_norm_backward.default": ("N",)}
 )

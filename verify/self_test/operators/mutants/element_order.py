@@ -206,12 +206,7 @@ def _others() -> Iterator[OperatorMutant]:
     )  # fmt: skip
     yield make("channels shuffled", "a b -> a b", lambda x: channel_shuffle(x, 2), lambda x: x * 1.0, SHARDS, _wide)
     yield make("sections by stride", "a [b c] -> a b, a c", _strided_parts, _parts, SHARDS, _wide)
-    yield make(
-        "sections merged crosswise",
-        "a b, a c -> a [b c]",
-        lambda x, y: pack(x, y).roll(1, 1),
-        pack,
-    )
+    yield make("sections merged crosswise", "a b, a c -> a [b c]", lambda x, y: pack(x, y).roll(1, 1), pack)
     yield make(
         "batch and sequence swapped",
         "b s d -> (b s) d",

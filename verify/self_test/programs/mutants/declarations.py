@@ -148,10 +148,7 @@ def _micro_batches(subject: RightProgram) -> Iterator[Edits]:
             if count.isdigit() and count != line.strip() and int(count) > 1:
                 half = int(count) // 2
                 kept = [i for i in role.order if micro_of(i) < half]
-                yield (
-                    Edit(role.file, number, line, line.replace(f"= {count}", f"= {half}")),
-                    role.reordered(kept),
-                )
+                yield (Edit(role.file, number, line, line.replace(f"= {count}", f"= {half}")), role.reordered(kept))
 
 
 OPERATORS = operators(
