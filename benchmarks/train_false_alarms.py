@@ -32,7 +32,7 @@ from verify.programs.training.training_run_pair import Trained
 from verify.self_test.programs import known_bug_models, tiny_models
 from verify.self_test.programs.right_programs import SmallModel
 from verify.self_test.run_rows import run_rows_apart
-from verify.self_test.training.right_runs import Small, sample
+from verify.self_test.training.run import Small, sample
 
 MODELS = {
     "small": SmallModel(Small, sample),

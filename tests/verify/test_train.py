@@ -23,8 +23,7 @@ from verify.programs.training.training_recipe import carried_by, drawn, in_steps
 from verify.results.finding_codes import CODES
 from verify.results.report import Report
 from verify.self_test.training.mutants import ROWS
-from verify.self_test.training.right_runs import Small, sample
-from verify.self_test.training.run import complaint, judge, right_run, run_table, table_lines
+from verify.self_test.training.run import Small, complaint, judge, right_run, run_table, sample, table_lines
 
 NAMED = (  # one of each kind of finding
     "reduce-scatter skipped",

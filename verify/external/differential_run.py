@@ -18,8 +18,7 @@ from verify.external.comparison.compare import compare
 from verify.external.comparison.comparison_records import ComparisonResult, ProgramRun
 from verify.external.comparison.findings import findings
 from verify.external.comparison.localise import FirstDifference, first_differences, traced_model, traced_rank
-from verify.external.comparison.micro_batch_reference import micro_means
-from verify.external.comparison.reference_rounding_noise import measure
+from verify.external.comparison.reference_in_parts_and_noise import measure, micro_means
 from verify.external.comparison.repair import Repair, repair_of
 from verify.external.comparison.replicas_under_dropout import NAME as COPIES
 from verify.external.comparison.replicas_under_dropout import draws, draws_beside_dropout, unequal, unequal_losses
@@ -247,10 +246,8 @@ class ExternalCase:
                 Finding(ran.code, f"{ran.message}, {words}", self.program.where),
             )
         run, compared = self.judge(ran.results, narrow)
-        differences = tuple(one for result in compared for one in result.differences)
-        whole = ComparisonResult(name, sum(r.count for r in compared), differences, max(r.worst for r in compared))
         refuted = tuple(replace(f, message=f"{words}: {f.message}") for f in findings(run, compared))
-        return whole.check(self.level), refuted
+        return ComparisonResult.of_all(name, compared).check(self.level), refuted
 
     def undecided(
         self, records: Sequence[RankRecord], checks: tuple[Check, ...], found: tuple[Finding, ...]

@@ -17,20 +17,14 @@ from nnscaler.errors import few
 from verify.external.communication_and_memory_profile import communication_profile, memory, notes_of
 from verify.external.comparison.comparison_records import ComparisonResult
 from verify.external.comparison.findings import findings
-from verify.external.comparison.reference_rounding_noise import rounded
+from verify.external.comparison.reference_in_parts_and_noise import rounded
 from verify.external.differential_run import ExternalCase, ExternalSettings
 from verify.external.observe_rank_run import RankRecord, note_on_hooks
 from verify.external.parameter_mapping import StateMap, moved_names
 from verify.external.program import Batch, ExternalProgram
-from verify.external.ranks.dtensor_attention import register_attention
-from verify.external.ranks.keep_float64_in_backward import exact_throughout
+from verify.external.ranks.attention_and_float64_of_torch import exact_throughout, register_attention
 from verify.external.ranks.run import RankRun, RanksFailed
-from verify.external.reference import (
-    check_rows,
-    copied,
-    initial_model,
-    run_reference,
-)
+from verify.external.reference import check_rows, copied, initial_model, run_reference
 from verify.external.saving.check import check_saving
 from verify.external.torchrun.cuda_on_cpu import WITHOUT_GPU, asks_for_gpu, cuda_is_the_cpu
 from verify.external.untrained_copies import COPY

@@ -10,7 +10,7 @@ from verify.external.comparison.compare import LATE
 from verify.external.differential_run import ExternalSettings
 from verify.external.program import ExternalProgram
 from verify.external.proof.prove import ExternalProof, prove_external
-from verify.external.ranks.dtensor_attention import register_attention
+from verify.external.ranks.attention_and_float64_of_torch import register_attention
 from verify.external.request import ExternalRequest
 from verify.external.verify import TOOL, Progress, verify_and_name
 from verify.processes.pool import Died, Done, Note, Raised, run_forked, run_here, why_not_fork

@@ -131,7 +131,7 @@ def _verify_script(request: ExternalRequest, context: RunContext) -> Report:
 
 def _verify_library(request: ExternalRequest, context: RunContext) -> list[Report]:
     from verify.external.transformers.expand_requests import expand, is_without_plan
-    from verify.external.transformers.plan_advice import verify_plan_of_library
+    from verify.external.transformers.lint_and_repair_plan import verify_plan_of_library
     from verify.processes.pool import Done, Raised, run_forked, run_here, why_not_fork
 
     requests = expand(request)

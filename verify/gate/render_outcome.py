@@ -5,7 +5,6 @@ Worst first; known findings last, a line each. Nothing is left out without being
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -14,9 +13,8 @@ from xml.etree import ElementTree
 
 from verify.gate.outcome import KNOWN, GateOutcome, JudgedItem
 from verify.report_formats import FORMATS
-from verify.report_formats.concise import one_line
 from verify.report_formats.finding_text import finding_lines
-from verify.report_formats.github import escape_data
+from verify.report_formats.github import cell, escape_data, fenced
 from verify.report_formats.junit import legal
 from verify.report_formats.machine_format_findings import findings_of, reproduce_once
 from verify.results.finding import Finding
@@ -87,8 +85,7 @@ def _details(name: str, finding: Finding) -> list[str]:
         told = f": {finding.message}, known {finding.counter_example[KNOWN]}"
         return [f"**{finding.code}** in {cell(name + told)}"]
     text = "\n".join(line.text if len(line.text) <= WIDTH else _cut(line.text) for line in finding_lines(finding))
-    fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
-    return [f"**{finding.code}** in {cell(name)}", "", f"{fence}text", text, fence]
+    return [f"**{finding.code}** in {cell(name)}", "", *fenced(text)]
 
 
 def _cut(text: str) -> str:
@@ -100,12 +97,6 @@ def _made_with(outcome: GateOutcome) -> str:
     found = next((j.result.report.environment for j in outcome.judged if "torch" in j.result.report.environment), {})
     names = ("nnscaler", "torch", "python", "platform")
     return ", ".join(found[name] if name == "platform" else f"{name} {found[name]}" for name in names if name in found)
-
-
-def cell(text: str) -> str:
-    """Escape a text so that Markdown, in a table too, does not change it."""
-    plain = one_line(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return re.sub(r"([\\`*_\[\]~|])", r"\\\1", plain)
 
 
 # Known findings in machine formats: suppressed in SARIF, skipped in JUnit, a notice on GitHub, named in JSON.

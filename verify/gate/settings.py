@@ -239,6 +239,10 @@ def _plans(document: Document, table: Mapping[str, Any], values: Mapping[str, Se
     return tuple(items)
 
 
+def _options(entry: Mapping[str, Any]) -> dict[str, Option]:
+    return {k: tuple(value) if isinstance(value, list) else value for k, value in entry.items() if k not in _APART}
+
+
 def _plan(
     document: Document,
     path: KeyPath,
@@ -247,9 +251,7 @@ def _plan(
     folder: Path,
     values: Mapping[str, Setting],
 ) -> PlanItem:
-    options: dict[str, Option] = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in entry.items() if key not in _APART
-    }
+    options = _options(entry)
     plan = options.get("plan")
     if "ranks" not in options and not (isinstance(plan, str) and "=" in plan):
         raise document.error(path, f"{spelled(path)} lacks ranks, a whole number of at least 1", "{ ranks = 4 }")
@@ -280,9 +282,7 @@ def _external(
     document: Document, path: KeyPath, entry: Mapping[str, Any], values: Mapping[str, Setting]
 ) -> ExternalItem:
     folder = document.file.resolve().parent
-    options: dict[str, Option] = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in entry.items() if key not in _APART
-    }
+    options = _options(entry)
     target, script = str(options.pop("target", "")), options.pop("torchrun", None)
     told = {**options, **({"seed": entry["seed"]} if "seed" in entry else {})}
     timeout = entry.get("timeout") or values["plan-timeout"].value

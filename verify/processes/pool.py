@@ -127,11 +127,7 @@ def run_here(tasks: Sequence[Task[Result]]) -> Iterator[Event[Result]]:
 
 
 def run_forked(
-    tasks: Sequence[Task[Result]],
-    workers: int,
-    timeout: float,
-    started: Note | None = None,
-    wall: float = math.inf,
+    tasks: Sequence[Task[Result]], workers: int, timeout: float, started: Note | None = None, wall: float = math.inf
 ) -> Iterator[Event[Result]]:
     """Yield every task's event, in the order in which they come, from up to `workers` children.
 

@@ -33,7 +33,7 @@ from verify.programs.checks.losses import check_forward_only
 from verify.programs.checks.resume import check_other_plan
 from verify.programs.execution.record_rank_steps import Task
 from verify.programs.execution.run_on_backend import Failure, run_program
-from verify.programs.lemmas.operators_loaded_alone import check_operators_alone
+from verify.programs.lemmas.operators_of_users import check_operators_alone
 from verify.programs.localise import localise_apart
 from verify.programs.low_precision import NoiseRow, low_precision_outcomes
 from verify.programs.minimise_plan import PlanTrial, minimise

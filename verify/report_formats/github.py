@@ -77,7 +77,7 @@ def _table(reports: Sequence[Report]) -> list[str]:
         cells = [(report.subject, report.verdict, report.total, report.refuted) for report in rows]
         first = "subject"
     lines = [f"| {first} | verdict | comparisons | refuted |", "|---|---|---:|---:|"]
-    lines += [f"| {_cell(name)} | {verdict} | {count} | {refuted} |" for name, verdict, count, refuted in cells[:ROWS]]
+    lines += [f"| {cell(name)} | {verdict} | {count} | {refuted} |" for name, verdict, count, refuted in cells[:ROWS]]
     if len(cells) > ROWS:
         lines.append(f"| {len(cells) - ROWS} more | | | |")
     return lines
@@ -85,18 +85,19 @@ def _table(reports: Sequence[Report]) -> list[str]:
 
 def _details(problem: ReportedFinding) -> list[str]:
     text = "\n".join(line.text for line in finding_lines(problem.finding))
-    fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
     summary = f"<b>{problem.severity}</b> {problem.finding.code}: {_html(one_line(problem.finding.message))}"
-    return ["<details>", f"<summary>{summary}</summary>", "", f"{fence}text", text, fence, "", "</details>"]
+    return ["<details>", f"<summary>{summary}</summary>", "", *fenced(text), "", "</details>"]
 
 
-def _cell(text: str) -> str:
-    return _escape(one_line(text)).replace("|", "\\|")
+def cell(text: str) -> str:
+    """Escape a text so that neither HTML nor Markdown, in a table too, changes it."""
+    return re.sub(r"([\\`*_\[\]~|])", r"\\\1", _html(one_line(text)))
 
 
-def _escape(text: str) -> str:
-    """Escape a text so that neither HTML nor Markdown changes it."""
-    return re.sub(r"([\\`*_\[\]~])", r"\\\1", _html(text))
+def fenced(text: str) -> list[str]:
+    """Return the lines of a block of text, within more backticks than it has itself."""
+    fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
+    return [f"{fence}text", text, fence]
 
 
 def _html(text: str) -> str:

@@ -193,7 +193,7 @@ def _write(name: str, title: str, events: StepEvents, options: argparse.Namespac
     from nnscaler.atomic_writes import write_text
     from nnscaler.performance.chrome_trace import chrome_trace
     from nnscaler.records_as_json import encode
-    from verify.report_formats.html.events_page import events_page
+    from verify.report_formats.html.timeline import events_page
 
     console: Console = options.console
     texts: tuple[tuple[Path | None, Callable[[], str]], ...] = (

@@ -74,7 +74,7 @@ def test_several_programs_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_process_that_ends_is_inconclusive(monkeypatch: pytest.MonkeyPatch) -> None:
     import os
 
-    monkeypatch.setattr("verify.external.transformers.plan_advice.program_of", lambda request: os._exit(9))
+    monkeypatch.setattr("verify.external.transformers.lint_and_repair_plan.program_of", lambda request: os._exit(9))
     reports = verify_external_request(ExternalRequest("hf:llama", tp=(2, 4)))
     assert [report.findings[0].code for report in reports] == ["item_died", "item_died"]
     assert all(report.exit_code == 3 for report in reports)

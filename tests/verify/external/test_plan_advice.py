@@ -9,7 +9,7 @@ import pytest
 from verify.external.request import ExternalRequest
 from verify.external.transformers import expand_requests
 from verify.external.transformers.check_degrees_and_sizes import PlanChanges
-from verify.external.transformers.plan_advice import verify_plan_of_library
+from verify.external.transformers.lint_and_repair_plan import verify_plan_of_library
 
 RULE, RIGHT, WRONG = "model.layers.*.self_attn.q_norm", "replicated_with_grad_allreduce", "replicate"
 REQUEST = ExternalRequest("hf:qwen3", tp=(2,), steps=1, level="run")
@@ -27,8 +27,8 @@ def wrong_plan(monkeypatch: pytest.MonkeyPatch) -> None:
         built.model._tp_plan[RULE] = WRONG  # type: ignore[index, operator]
         return built, sizes
 
-    monkeypatch.setattr("verify.external.transformers.plan_advice.program_of", program_of)
-    monkeypatch.setattr("verify.external.transformers.plan_advice.model_of", model_of)
+    monkeypatch.setattr("verify.external.transformers.lint_and_repair_plan.program_of", program_of)
+    monkeypatch.setattr("verify.external.transformers.lint_and_repair_plan.model_of", model_of)
 
 
 def test_a_rule_that_mends_the_plan_is_proposed(wrong_plan: None) -> None:

@@ -20,7 +20,7 @@ from nnscaler.errors import NnscalerError
 from tests.verify.external import programs
 from tests.verify.external.programs import program
 from verify.external.differential_run import ExternalSettings
-from verify.external.ranks.keep_float64_in_backward import exact_throughout
+from verify.external.ranks.attention_and_float64_of_torch import exact_throughout
 from verify.external.verify import verify_program
 from verify.results.tolerance import Tolerance
 from verify.results.verdict import Verdict

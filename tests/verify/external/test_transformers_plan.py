@@ -8,7 +8,7 @@ import pytest
 
 from verify.external.transformers.build_program import build
 from verify.external.transformers.check_degrees_and_sizes import PlanSizes
-from verify.external.transformers.config_flag_variants import flag_variants
+from verify.external.transformers.expand_requests import flag_variants
 from verify.external.transformers.lint_and_repair_plan import (
     PlanLint,
     WrongParameter,

@@ -13,8 +13,9 @@ import pytest
 
 from tests.verify.gate.results import LATER, TODAY, entry, finding, result
 from verify.gate.outcome import GateOutcome, judge
-from verify.gate.render_outcome import cell, render, summary
+from verify.gate.render_outcome import render, summary
 from verify.report_formats import FORMATS
+from verify.report_formats.github import cell
 from verify.results.verdict import Verdict
 
 DATA = Path(__file__).resolve().parents[2] / "data"

@@ -17,9 +17,8 @@ from tests.verify.op_proofs.test_registry import TESTED
 from verify.evidence.dimension_types.rules import RULES, conclude, rule_of
 from verify.self_test.transfer_rules.calls import DrawnCall, DrawnCalls, drawn_calls
 from verify.self_test.transfer_rules.handwritten_calls import direct_calls
-from verify.self_test.transfer_rules.planted_mistakes import PLANTED
 from verify.self_test.transfer_rules.rule_fuzz import QUICK, by_overload
-from verify.self_test.transfer_rules.run import ENOUGH, fuzz_in_children, fuzz_rules, missed_plants
+from verify.self_test.transfer_rules.run import ENOUGH, PLANTED, fuzz_in_children, fuzz_rules, missed_plants
 
 # torch's own kernels do not run on symbolic sizes, or their results' sizes depend on values.
 UNTRACED = {

@@ -27,12 +27,12 @@ from tests.verify.op_proofs_bounded.operators import (
     spec_of,
 )
 from verify.evidence.inputs.concrete_call import ConcreteCall
-from verify.evidence.smt import choice_equations, shard_equations
+from verify.evidence.smt import choice_equations
 from verify.evidence.smt.check_choice import BoundedResult
+from verify.evidence.smt.choice_equations import Pairs
 from verify.evidence.smt.decide_equality import Limits
 from verify.evidence.smt.element_arithmetic import Numbers
 from verify.evidence.smt.semantics.element_arrays import Array
-from verify.evidence.smt.shard_equations import Pairs
 
 Hook = Callable[[Call, Mapping[str, Any]], Call]
 
@@ -288,10 +288,10 @@ def test_no_proof_is_vacuous(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     """With every rank's result taken for the next one's, and one term of every sum left out, nothing is proved."""
 
     def wrong(algebra: Numbers, whole: Array, ranks: Sequence[Array], state: State) -> Pairs | None:
-        last = shard_equations.zeros(ranks[0].shape) if isinstance(state, Partial) else ranks[0]
+        last = choice_equations.zeros(ranks[0].shape) if isinstance(state, Partial) else ranks[0]
         return equations(algebra, whole, [*ranks[1:], last], state)
 
-    equations = shard_equations.equations
+    equations = choice_equations.equations
     monkeypatch.setattr(choice_equations, "equations", wrong)
     proofs = {key: proof for key, proof in proofs_of(name).items() if isinstance(key[1], str)}
     assert proofs

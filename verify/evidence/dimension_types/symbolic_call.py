@@ -66,10 +66,7 @@ def _is_asked_from_outside() -> bool:
 
 # Arguments that list the last sizes of the first tensor.
 _TRAILING: Mapping[str, tuple[int, str]] = MappingProxyType(
-    {
-        "aten.layer_norm.default": (1, "normalized_shape"),
-        "aten.rms_norm.default": (1, "normalized_shape"),
-    }
+    {"aten.layer_norm.default": (1, "normalized_shape"), "aten.rms_norm.default": (1, "normalized_shape")}
 )
 
 

@@ -17,14 +17,7 @@ from torch import Tensor
 from verify.evidence.dimension_types.states import Size, Symbols, size_of, substituted, symbols_of
 from verify.evidence.dimension_types.symbolic_call import SymbolicCall
 from verify.evidence.dimension_types.undecomposed_operators import KeepWhole, output_of
-from verify.evidence.operator_trace import (
-    AtenCall,
-    NotTraceable,
-    OperatorRecorder,
-    Recording,
-    TensorUse,
-    functional,
-)
+from verify.evidence.operator_trace import AtenCall, NotTraceable, OperatorRecorder, Recording, TensorUse, functional
 
 # Arguments that are written to, in training, although the schema does not say so.
 UNDECLARED: Mapping[str, tuple[str, ...]] = MappingProxyType(

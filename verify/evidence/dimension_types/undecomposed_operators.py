@@ -22,10 +22,7 @@ from verify.evidence.operator_trace import arguments_of
 
 NAMESPACE = "nnscaler_proofs"
 
-NEAREST = (
-    *(f"upsample_nearest{n}d" for n in (1, 2, 3)),
-    *(f"_upsample_nearest_exact{n}d" for n in (1, 2, 3)),
-)
+NEAREST = (*(f"upsample_nearest{n}d" for n in (1, 2, 3)), *(f"_upsample_nearest_exact{n}d" for n in (1, 2, 3)))
 INTERPOLATED = ("upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d")
 
 _ATTENTION = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, bool is_causal, float? scale, bool enable_gqa"

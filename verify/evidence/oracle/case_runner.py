@@ -36,8 +36,7 @@ from verify.evidence.oracle.compare_partition import (
     make_partition,
     states_of,
 )
-from verify.evidence.oracle.run_random_operators import whole_arguments
-from verify.evidence.oracle.run_whole_operator import WholeRun, run_whole
+from verify.evidence.oracle.run_whole_operator import WholeRun, run_whole, whole_arguments
 from verify.evidence.oracle.size_checked_kernels import raised_on_meta, runs_checked
 from verify.evidence.oracle.tolerance import NOISE_FACTOR, Bound, float64_bound, low_bound, noise
 from verify.evidence.split_case import Inputs, SplitCase

@@ -27,8 +27,7 @@ from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.tensor_bits_and_difference import TensorDifference, difference, family_scale, largest
 from verify.evidence.inputs.concrete_call import function_of, outputs_of, plain_of, with_tensors
 from verify.evidence.inputs.operand_shards import Lay, gather, groups_of, lay_of, local_shape, ranks_of, spread
-from verify.evidence.oracle.run_random_operators import random_arguments
-from verify.evidence.oracle.run_whole_operator import WholeRun, as_leaves, gradients_of
+from verify.evidence.oracle.run_whole_operator import WholeRun, as_leaves, gradients_of, random_arguments
 from verify.evidence.oracle.tolerance import Bound
 from verify.evidence.oracle.wrong_result_variants import Variant, variants_of
 from verify.evidence.verify_op_options import Safeguards

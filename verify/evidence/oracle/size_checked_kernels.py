@@ -86,12 +86,7 @@ def raised_on_meta(spec: OperatorSpec, whole: WholeRun, partition: Partition) ->
 _ATTENTION = frozenset({"scaled_dot_product_attention", "_scaled_dot_product_flash_attention_for_cpu"})
 # On CPUs, these read or write past the end of a tensor that is too short; on the meta device they refuse it.
 _REFUSED_BY_META = frozenset(
-    {
-        "_weight_norm",
-        "_weight_norm_interface",
-        "native_batch_norm",
-        "_native_batch_norm_legit_no_training",
-    }
+    {"_weight_norm", "_weight_norm_interface", "native_batch_norm", "_native_batch_norm_legit_no_training"}
 )
 
 

@@ -12,10 +12,19 @@ import numpy as np
 
 from nnscaler.ir.placement import Choice
 from verify.evidence.oracle.tolerance import CEILING, NOISE_FACTOR, UNITS
-from verify.evidence.smt.choice_equations import Claims, ShardRaises, TracedCall, TracedShards, claims, make_problem
+from verify.evidence.smt.choice_equations import (
+    Claims,
+    Pairs,
+    ShardRaises,
+    Symbol,
+    TracedCall,
+    TracedShards,
+    claims,
+    make_problem,
+    spread,
+)
 from verify.evidence.smt.decide_equality import Limits, Prover, Verdict
 from verify.evidence.smt.element_arithmetic import Element, Kind, NoCall, Numbers, Unmet, Unsupported, kind_of_dtype
-from verify.evidence.smt.shard_equations import Pairs, Symbol, spread
 from verify.evidence.smt.terms import ProofBudget, Terms
 
 DRAWS = 20  # random values that are tried where the solver's do not confirm

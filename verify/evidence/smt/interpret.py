@@ -21,10 +21,9 @@ from verify.evidence.smt.semantics import (
     convolution_and_unfold,
     factories_and_copies,
     indexing,
-    loss,
     pointwise,
     reductions_and_products,
-    softmax_and_norms,
+    softmax_norms_and_losses,
 )
 from verify.evidence.smt.semantics.element_arrays import Array, Given, Rule
 from verify.evidence.smt.storage_trace import StoragePlace, StorageStep, StorageTrace
@@ -39,8 +38,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         **factories_and_copies.RULES,
         **indexing.RULES,
         **convolution_and_unfold.RULES,
-        **softmax_and_norms.RULES,
-        **loss.RULES,
+        **softmax_norms_and_losses.RULES,
     }
 )
 

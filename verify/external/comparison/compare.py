@@ -21,7 +21,7 @@ from nnscaler.runtime.tensor_bits_and_difference import (
 )
 from verify.external.comparison.comparison_records import ComparisonResult, Difference, ProgramRun
 from verify.external.comparison.losses_and_norms import compare_losses, compare_norms
-from verify.external.comparison.micro_batch_reference import MEAN_OF_MEANS, cause_by_micro_batches
+from verify.external.comparison.reference_in_parts_and_noise import MEAN_OF_MEANS, cause_by_micro_batches
 from verify.external.comparison.shared_elements import WrongGradient
 from verify.external.observe_rank_run import ObservedStep, RankRecord
 from verify.external.parameter_mapping import RankPiece, addresses_as_tensor, taken

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from torch import Tensor
 
-from verify.external.comparison.micro_batch_reference import MicroMeans
+from verify.external.comparison.reference_in_parts_and_noise import MicroMeans
 from verify.external.observe_rank_run import RankRecord
 from verify.external.program import ExternalProgram
 from verify.external.reference import PlainReference
@@ -92,6 +92,12 @@ class ComparisonResult:
     count: int
     differences: tuple[Difference, ...]
     worst: float = 0.0
+
+    @staticmethod
+    def of_all(name: str, compared: Sequence[ComparisonResult]) -> ComparisonResult:
+        """Return several comparisons as one."""
+        differences = tuple(one for result in compared for one in result.differences)
+        return ComparisonResult(name, sum(r.count for r in compared), differences, max(r.worst for r in compared))
 
     def check(self, level: Verdict) -> Check:
         """Return the row of the report."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nnscaler.runtime.tensor_bits_and_difference import difference
 from verify.external.comparison.comparison_records import ComparisonResult, Difference, ProgramRun
-from verify.external.comparison.micro_batch_reference import MEAN_OF_MEANS, cause_by_micro_batches
+from verify.external.comparison.reference_in_parts_and_noise import MEAN_OF_MEANS, cause_by_micro_batches
 from verify.external.reference import data_part, mean_of
 from verify.programs.causes.explain_wrong_values import cause_of
 from verify.programs.causes.wrong_tensor import CLOSE, VAGUE, Cause

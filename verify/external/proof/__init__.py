@@ -49,7 +49,7 @@ Numbers of a rank's own
 -----------------------
 One graph says nothing of a `split(x)[0]`: is it rank 0's shard or the first of three projections? So a second rank is
 traced (a third where two axes could be meant): the graphs have to be one text, and what differs follows a coordinate
-(`align_ranks.py`).
+(`rank_graph.py`).
 
 What it does not do
 -------------------

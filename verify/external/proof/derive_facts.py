@@ -19,10 +19,10 @@ import torch
 from nnscaler.layout import Axis
 from verify.evidence.dimension_types.states import CONSTANT, SAME, ZERO, PartialSum, Shard
 from verify.external.proof import facts as layouts
-from verify.external.proof.arange_index import own_rows
 from verify.external.proof.call_normal_form import OperatorForm, Sum
 from verify.external.proof.facts import Fact, NoFact
 from verify.external.proof.rank_graph import CallOutput, Form
+from verify.external.proof.recognised_idioms import own_rows
 from verify.external.proof.reference_as_terms import ProofReference, multiplied_by_one, operand_order, parameters
 from verify.external.proof.result_states_of_rank_call import (
     Failure,

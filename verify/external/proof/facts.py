@@ -13,16 +13,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from nnscaler.layout import Axis
-from verify.evidence.dimension_types.states import (
-    PARTIAL_SUM,
-    SAME,
-    Constant,
-    PartialSum,
-    Same,
-    Shard,
-    State,
-    Zero,
-)
+from verify.evidence.dimension_types.states import PARTIAL_SUM, SAME, Constant, PartialSum, Same, Shard, State, Zero
 from verify.external.proof.result_states_of_rank_call import States
 
 

@@ -18,7 +18,6 @@ from op_registry.spec import SourceLocation
 from nnscaler.layout import Axis
 from verify.evidence.dimension_types.states import PARTIAL_SUM, SAME, Shard
 from verify.external.proof import facts as layouts
-from verify.external.proof.align_ranks import Aligned
 from verify.external.proof.call_normal_form import (
     ConstantForm,
     Identity,
@@ -30,11 +29,11 @@ from verify.external.proof.call_normal_form import (
 )
 from verify.external.proof.derive_facts import FactsOf, Operators
 from verify.external.proof.facts import Fact, NoFact
-from verify.external.proof.rank_graph import CallOutput, Form, RecordedCall
+from verify.external.proof.rank_graph import Aligned, CallOutput, Form, RecordedCall
+from verify.external.proof.recognised_idioms import VocabularyLookup, vocabulary_lookup
 from verify.external.proof.reference_as_terms import ProofReference, captured
 from verify.external.proof.result_states_of_rank_call import Lifting
 from verify.external.proof.scalar_factors import tensors_of
-from verify.external.proof.vocab_parallel_embedding import VocabularyLookup, vocabulary_lookup
 
 _MOST_FACTS = 6
 _MOST_OTHERS = 2

@@ -68,11 +68,7 @@ def layout_of(held: HeldInGraph, axes: Sequence[Axis]) -> EndClaim:
 
 
 def beginning(
-    graph: RankGraph,
-    reference: ProofReference,
-    axes: Sequence[Axis],
-    data: Sequence[str],
-    names: Mapping[str, str],
+    graph: RankGraph, reference: ProofReference, axes: Sequence[Axis], data: Sequence[str], names: Mapping[str, str]
 ) -> dict[CallOutput, Fact | str]:
     """Return the fact of each tensor that is there before the step; text: why there is none."""
     found: dict[CallOutput, Fact | str] = {}

@@ -19,7 +19,6 @@ from op_registry.spec import SourceLocation
 from nnscaler.layout import Axis
 from nnscaler.runtime.nested_values import tensors_in
 from verify.external.program import ExternalProgram
-from verify.external.proof.align_ranks import Aligned, align
 from verify.external.proof.facts import Fact, NoFact
 from verify.external.proof.follow_rank_graph import Followed, Follower, Lost
 from verify.external.proof.premises_and_goals import (
@@ -30,7 +29,7 @@ from verify.external.proof.premises_and_goals import (
     layout_of,
     loss_of_parts,
 )
-from verify.external.proof.rank_graph import CallOutput, HeldInGraph, RankGraph
+from verify.external.proof.rank_graph import Aligned, CallOutput, HeldInGraph, RankGraph, align
 from verify.external.proof.reference_as_terms import ProofReference, read_reference
 from verify.external.proof.result_states_of_rank_call import Lifting
 from verify.external.proof.terms import WholeTerm

@@ -276,12 +276,7 @@ def _spans(axes: tuple[Axis, ...], rank: int) -> Spans:
 
 
 def _traced(
-    runs: nn.Module,
-    batch: Any,
-    step: Callable[[Any, Any], Any],
-    rank: int,
-    places: Mapping[str, int],
-    spans: Spans,
+    runs: nn.Module, batch: Any, step: Callable[[Any, Any], Any], rank: int, places: Mapping[str, int], spans: Spans
 ) -> RankGraph:
     recorder = GraphRecorder()
     inputs = {}

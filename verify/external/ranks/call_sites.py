@@ -50,7 +50,10 @@ def phase() -> str:
 
 def place_of_call() -> str | None:
     """Return "file:line" of the innermost frame outside of torch, the standard library and this package."""
-    frame: FrameType | None = sys._getframe(1)
+    return _innermost(sys._getframe(1))
+
+
+def _innermost(frame: FrameType | None) -> str | None:
     while frame is not None and not is_program(frame.f_code.co_filename):
         frame = frame.f_back
     return None if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
@@ -76,10 +79,7 @@ def place_in_stack(text: str) -> str | None:
 
 def place_of_thread(identifier: int | None) -> str | None:
     """Return "file:line" of the program's innermost frame in a thread that runs."""
-    frame = sys._current_frames().get(identifier) if identifier is not None else None
-    while frame is not None and not is_program(frame.f_code.co_filename):
-        frame = frame.f_back
-    return None if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return _innermost(sys._current_frames().get(identifier) if identifier is not None else None)
 
 
 def traceback_of(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""The results of collectives, written straight into the tensors of all ranks.
+"""What the ranks of a group must agree on, and the results of its collectives, written straight into their tensors.
 
 Sums are taken in the order of the group, so that all ranks hold the same bits. Large tensors are worked on in blocks
 that stay in a processor's cache while the terms of a sum are added, and the sum is copied to the ranks.
@@ -8,13 +8,41 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 
 import torch
 from torch import Tensor
 
 from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError
+from nnscaler.runtime.communication.simulator import disagreement
+
+GroupKey = tuple[str, tuple[int, ...]]  # the name of a group, and its global ranks in its order
+
+
+def disagreement_of(
+    number: int, rank: int, call: CommunicationCall, other_rank: int, other: CommunicationCall
+) -> str | None:
+    """Describe how the calls of two ranks differ, the `number`-th of their group; None where they agree."""
+    reason = disagreement(_comparable(call), _comparable(other))
+    if reason is None:
+        return None
+    return f"{reason} (call {number} of the group):\n  rank {rank}: {call}\n  rank {other_rank}: {other}"
+
+
+def _comparable(call: CommunicationCall) -> CommunicationCall:
+    """Return a call with what must agree.
+
+    Dims of size one do not matter, for a loss is a scalar here and a vector there. Shapes do not where ranks may
+    lawfully give different ones: there, what one gives is compared with what another takes.
+    """
+    if call.kind in ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"):
+        return replace(call, shapes=())
+    return replace(call, shapes=tuple(tuple(size for size in shape if size != 1) for shape in call.shapes))
+
+
+# Results.
+
 
 _BLOCK = 1 << 15  # elements
 

@@ -21,7 +21,7 @@ from nnscaler.runtime.tensor_bits_and_difference import (
 from verify.external.comparison.compare import LATE, compare
 from verify.external.comparison.comparison_records import ComparisonResult, Difference, PartGradients, ProgramRun
 from verify.external.comparison.findings import findings
-from verify.external.comparison.reference_rounding_noise import DRAWS, HALF, UNKNOWN, largest_distances
+from verify.external.comparison.reference_in_parts_and_noise import DRAWS, HALF, UNKNOWN, largest_distances
 from verify.external.comparison.replicas_under_dropout import NAME as COPIES
 from verify.external.comparison.replicas_under_dropout import finding as of_dropout
 from verify.external.observe_rank_run import RankRecord
@@ -39,8 +39,7 @@ from verify.external.torchrun.match_one_rank import (
     reference_of,
     unmatched,
 )
-from verify.external.torchrun.reference_processes import Failed, NoReference, NotMatched
-from verify.external.torchrun.run_ranks_and_reference import ScriptRunner
+from verify.external.torchrun.run_ranks_and_reference import Failed, NoReference, NotMatched, ScriptRunner
 from verify.external.torchrun.watched_script_record import Clipped, ScriptRecord
 from verify.programs.low_precision.noise import moved
 from verify.results.finding import Finding
@@ -116,9 +115,7 @@ class Judged:
         return bool(self.checks) and all(check.verdict.passes for check in self.checks)
 
 
-def judge(
-    runner: ScriptRunner, name: str, records: Sequence[ScriptRecord], layout: Layout, material: Material, double: bool
-) -> Judged:
+def judge(runner: ScriptRunner, records: Sequence[ScriptRecord], layout: Layout, material: Material) -> Judged:
     """Make references until one agrees, and judge by that, or by the one that assumes least."""
     reasons: list[NoReference] = []
     made: list[Attempt] = []
@@ -126,7 +123,7 @@ def judge(
         if layout.count == 1 and (made or way in ("whole", "turns")):
             continue
         try:
-            attempt = attempt_of(runner, name, records, layout, given, double, way)
+            attempt = attempt_of(runner, records, layout, given, way)
         except (NotMatched, Failed) as problem:
             reasons.append(NoReference.of(way, problem))
             continue
@@ -140,13 +137,13 @@ def judge(
     firm = sorted((attempt for attempt in made if attempt.firm), key=lambda attempt: _FIRMEST.index(attempt.way))
     chosen = (agreeing or firm or made)[0]
     if not chosen.agrees:
-        chosen = explained(runner, chosen, made, double)
+        chosen = explained(runner, chosen, made)
     unseen = frozenset(name for record in records for name in record.unseen)
     if chosen.agrees:
-        idle = idle_at_start(runner, chosen.run.reference, chosen.material, double, chosen.way, filled=chosen.filled)
+        idle = idle_at_start(runner, chosen.run.reference, chosen.material, chosen.way, chosen.filled)
         judged = _judged(chosen, tuple(reasons), None, unseen, idle)
         if judged.passes and any(record.dropped for record in records):
-            checks, found = _with_dropout(runner, chosen.run, layout, double)
+            checks, found = _with_dropout(runner, chosen.run, layout)
             judged = replace(judged, checks=judged.checks + checks, findings=judged.findings + found)
         return judged if runner.parts else _with_assumption(judged, made)
     tried = Tried(chosen.way, chosen.numbers, bool(firm), tuple(reasons))
@@ -166,16 +163,10 @@ def _ways(material: Material) -> Iterator[tuple[Way, Material]]:
 
 
 def attempt_of(
-    runner: ScriptRunner,
-    name: str,
-    records: Sequence[ScriptRecord],
-    layout: Layout,
-    material: Material,
-    double: bool,
-    way: Way,
+    runner: ScriptRunner, records: Sequence[ScriptRecord], layout: Layout, material: Material, way: Way
 ) -> Attempt:
     """Compare the ranks with one rank that is fed in one way. Raises NotMatched, Failed."""
-    made = runner.fed(double, material, way)
+    made = runner.fed(material, way)
     steps = min(len(material.taken), *(len(record.steps) for record in made))
     for step in (step for record in made for step in record.steps[:steps]):
         named = [*(("the loss", loss) for loss in step.losses), *step.gradients.items()]
@@ -188,15 +179,15 @@ def attempt_of(
     ranks = rank_records(records, layout, reference, made, filled)
     if strange := unmatched(ranks, records):
         raise strange
-    tolerance = Tolerance() if double else Tolerance({}, torch.finfo(reference.dtype).eps, exact=False)
+    tolerance = Tolerance() if runner.double else Tolerance({}, torch.finfo(reference.dtype).eps, exact=False)
     reference = replace(reference, steps=_with_part_losses(reference, ranks, layout))
     own = own_gradients(made, filled) if len(made) == layout.count else _no_gradients(reference)
-    run = ProgramRun(program_of(name, layout), reference, ranks, tolerance, own)
+    run = ProgramRun(program_of(runner.name, layout), reference, ranks, tolerance, own)
     clipped = tuple(step.clipped for step in made[0].steps[:steps])
     own = own_gradients(made, filled)
     attempt = Attempt(way, material, made[0].numbers, run, compare(run), made[0].notes, clipped, own, filled)
-    if not double and not attempt.agrees:
-        run = replace(run, tolerance=_noise(runner, attempt, double))
+    if not runner.double and not attempt.agrees:
+        run = replace(run, tolerance=_noise(runner, attempt))
         attempt = replace(attempt, run=run, compared=compare(run))
     return attempt
 
@@ -224,7 +215,7 @@ def _with_part_losses(
     return tuple(steps)
 
 
-def _noise(runner: ScriptRunner, attempt: Attempt, double: bool) -> Tolerance:
+def _noise(runner: ScriptRunner, attempt: Attempt) -> Tolerance:
     """Run the same reference from parameters that are moved by a unit in the last place, with its sums taken in another
     order: a norm by which a script clips is such a sum, and so is what a cast to bfloat16 rounds."""
     material, truth = attempt.material, attempt.run.reference
@@ -239,7 +230,7 @@ def _noise(runner: ScriptRunner, attempt: Attempt, double: bool) -> Tolerance:
         }
         for seed in (draw, None):  # a script may not run under what takes its sums in another order
             try:
-                made = runner.fed(double, replace(material, start=start, reordered=seed), attempt.way)
+                made = runner.fed(replace(material, start=start, reordered=seed), attempt.way)
                 runs.append((reference_of(made, len(truth.steps), attempt.filled), truth))
                 break
             except (NotMatched, Failed) as problem:
@@ -247,18 +238,18 @@ def _noise(runner: ScriptRunner, attempt: Attempt, double: bool) -> Tolerance:
     found = largest_distances(runs)
     noise = {key: max(found.get(key, 0.0), floor.get(key, 0.0)) for key in {**floor, **found}}
     why = "" if runs else f"{UNKNOWN}: {unknown[0]}"
-    return Tolerance(noise, torch.finfo(truth.dtype).eps, double, why)
+    return Tolerance(noise, torch.finfo(truth.dtype).eps, runner.double, why)
 
 
 def _mean_of_parts(gradients: PartGradients, count: int, step: int) -> Tensor:
     return torch.stack([gradients(step, part) for part in range(count)]).mean(0)
 
 
-def explained(runner: ScriptRunner, chosen: Attempt, made: Sequence[Attempt], double: bool) -> Attempt:
+def explained(runner: ScriptRunner, chosen: Attempt, made: Sequence[Attempt]) -> Attempt:
     """Judge again with the noise of an ill-conditioned model, and with the gradients of the data parts."""
     run = chosen.run
-    if double and all(d.relative < _ROUNDING for result in chosen.compared for d in result.differences):
-        run = replace(run, tolerance=_noise(runner, chosen, double))
+    if runner.double and all(d.relative < _ROUNDING for result in chosen.compared for d in result.differences):
+        run = replace(run, tolerance=_noise(runner, chosen))
     if chosen.unclipped is not None:
         count = len(chosen.material.parts) if chosen.way == "part" else 1
         run = replace(run, unclipped=partial(_mean_of_parts, chosen.unclipped, count))
@@ -271,11 +262,7 @@ def explained(runner: ScriptRunner, chosen: Attempt, made: Sequence[Attempt], do
 
 
 def _judged(
-    chosen: Attempt,
-    reasons: tuple[NoReference, ...],
-    doubt: str | None,
-    unseen: frozenset[str],
-    idle: Sequence[str],
+    chosen: Attempt, reasons: tuple[NoReference, ...], doubt: str | None, unseen: frozenset[str], idle: Sequence[str]
 ) -> Judged:
     double = chosen.run.reference.dtype == torch.float64
     level = Verdict.TESTED_EXACT if double else Verdict.TESTED_CALIBRATED
@@ -348,11 +335,11 @@ def _factor(differing: Difference) -> float:
 
 
 def _with_dropout(
-    runner: ScriptRunner, run: ProgramRun, layout: Layout, double: bool
+    runner: ScriptRunner, run: ProgramRun, layout: Layout
 ) -> tuple[tuple[Check, ...], tuple[Finding, ...]]:
     """Compare what ranks hold of the same elements once more, with dropout on: nothing else shows what they drop."""
     try:
-        made = runner.on_ranks(double, dropout=True)
+        made = runner.on_ranks(dropout=True)
     except RanksFailed as failure:
         return (Check(COPIES, Verdict.INCONCLUSIVE, 0),), (
             Finding(failure.code, f"{failure.message}, with dropout on"),

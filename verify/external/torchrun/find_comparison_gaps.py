@@ -14,8 +14,7 @@ from verify.external.reference import PlainReference
 from verify.external.torchrun.elements_of_one_rank import FilledIn
 from verify.external.torchrun.feed_data_of_all_ranks import Material, Way
 from verify.external.torchrun.match_one_rank import Layout, reference_of
-from verify.external.torchrun.reference_processes import Failed, NoReference, NotMatched
-from verify.external.torchrun.run_ranks_and_reference import ScriptRunner
+from verify.external.torchrun.run_ranks_and_reference import Failed, NoReference, NotMatched, ScriptRunner
 from verify.external.torchrun.script_state import is_outside
 from verify.external.torchrun.watched_script_record import ScriptRecord
 from verify.programs.causes.wrong_tensor import VAGUE
@@ -122,7 +121,7 @@ def left_open(
 
 
 def idle_at_start(
-    runner: ScriptRunner, reference: PlainReference, material: Material, double: bool, way: Way, *, filled: FilledIn
+    runner: ScriptRunner, reference: PlainReference, material: Material, way: Way, filled: FilledIn
 ) -> tuple[str, ...]:
     """Return the parameters whose gradient is zero in every step, and would not be if others started elsewhere: behind
     a layer that starts from zeros, at a rate that starts from 0. What no data of these steps reach is left out."""
@@ -137,7 +136,7 @@ def idle_at_start(
         for name, value in material.start.items()
     }
     try:
-        made = runner.fed(double, replace(material, start=start), way)
+        made = runner.fed(replace(material, start=start), way)
     except (NotMatched, Failed):
         return zeros
     still = _zeros(reference_of(made, len(reference.steps), filled))

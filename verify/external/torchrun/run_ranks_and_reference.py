@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import datetime
 import itertools
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -13,13 +15,102 @@ import torch
 from torch import Tensor
 
 from nnscaler.atomic_writes import save_tensors
+from nnscaler.error_text import in_one_line
 from verify.external.ranks.run import run_ranks
 from verify.external.ranks.torch_private import FileStore, bare_gloo
 from verify.external.ranks.unwaited_async_calls import note_of_forgotten
 from verify.external.torchrun.feed_data_of_all_ranks import Material, RanksFeed, Way
-from verify.external.torchrun.reference_processes import NotMatched, redirect, run_apart
 from verify.external.torchrun.run_watched_script import run_script
-from verify.external.torchrun.watched_script_record import ScriptRecord, Start
+from verify.external.torchrun.watched_script_record import Mismatch, ScriptRecord, Start, Unmatched
+from verify.processes.pool import Died, Done, Event, Note, Task, run_forked
+
+# What is no rank of the others, in forked processes: the script on one rank, once for each data part.
+
+
+class Failed(Exception):
+    """A run on one rank that did not end well. `args[0]` says how, in one line."""
+
+
+class NotMatched(Exception):
+    """A run whose data cannot be matched with that of the ranks. `args[0]` says why."""
+
+    def __init__(self, why: str, mismatch: Mismatch = "other") -> None:
+        super().__init__(why)
+        self.mismatch = mismatch
+
+
+@dataclass(frozen=True)
+class NoReference:
+    """Why the script on one rank, fed in one way, is no reference. `mismatch`: None where the run failed."""
+
+    way: Way
+    text: str
+    mismatch: Mismatch | None
+
+    @staticmethod
+    def of(way: Way, problem: NotMatched | Failed) -> NoReference:
+        """Return why, of what the run raised."""
+        if isinstance(problem, NotMatched):
+            return NoReference(way, str(problem), problem.mismatch)
+        return NoReference(way, f"it fails with {problem}", None)
+
+
+@dataclass(frozen=True)
+class _Ending:
+    """How a process ended. `error`: one line; empty where it ended well. `mismatch`: its data could not be matched."""
+
+    error: str = ""
+    mismatch: Mismatch | None = None
+
+
+def run_apart(function: Callable[[int], None], count: int, timeout: float, folder: Path) -> None:
+    """Call `function(number)` in so many processes at the same time; what they print goes to `folder`.
+
+    Raises Failed and NotMatched; the first failure ends all.
+    """
+    for event in run_forked([_task(function, number, folder) for number in range(count)], count, timeout):
+        if not isinstance(event, Done):
+            raise Failed(f"its process {_how(event)}")
+        ending: _Ending = event.result
+        if ending.mismatch is not None:
+            raise NotMatched(ending.error, ending.mismatch)
+        if ending.error:
+            raise Failed(ending.error)
+
+
+def _how(event: Event[_Ending]) -> str:
+    if isinstance(event, Died):
+        return f"was {event.how}" if event.how.startswith("killed") else event.how
+    return f"was still running after {event.seconds:.0f} seconds"
+
+
+def _task(function: Callable[[int], None], number: int, folder: Path) -> Task[_Ending]:
+    def run(_: Note) -> _Ending:
+        redirect(folder / f"output-{number}")
+        try:
+            function(number)
+        except Unmatched as problem:
+            return _Ending(str(problem), problem.mismatch)
+        except BaseException as error:  # noqa: BLE001 - a script that fails is a result
+            return _Ending(f"{in_one_line(error, 300)}")
+        finally:
+            with suppress(OSError, ValueError):
+                sys.stdout.flush()
+                sys.stderr.flush()
+        return _Ending()
+
+    return run
+
+
+def redirect(file: Path) -> None:
+    """Send what this process prints to a file."""
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+# The script, on its ranks and on one.
 
 
 @dataclass(frozen=True)
@@ -31,6 +122,7 @@ class ScriptRunner:
     steps    of each optimizer that are watched
     timeout  seconds of one run
     folder   for what the processes leave
+    double   every floating-point tensor is float64
     parts    the mean over the data parts, each by itself, is right
     louder   factor of every gradient
     """
@@ -40,13 +132,18 @@ class ScriptRunner:
     steps: int
     timeout: float
     folder: Path
+    double: bool
     parts: bool = False
     louder: float = 1.0
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
+    @property
+    def name(self) -> str:
+        """Return the words of the command line as a text."""
+        return " ".join(self.words)
+
     def on_ranks(
         self,
-        double: bool,
         vary: Sequence[int] | None = None,
         dropout: bool = False,
         kept: Sequence[float] | None = None,
@@ -62,7 +159,7 @@ class ScriptRunner:
         def on_rank(rank: int) -> None:
             redirect(folder / f"output-{rank}")
             other = None if vary is None else vary[rank]
-            start = Start(self.words, rank, self.ranks, None, self.steps, double, other, 0, dropout, self.louder)
+            start = Start(self.words, rank, self.ranks, None, self.steps, self.double, other, 0, dropout, self.louder)
             start = start if kept is None else replace(start, kept=kept[rank], ignored=ignored)
             try:
                 run_script(start, _saver(folder, rank))
@@ -74,17 +171,17 @@ class ScriptRunner:
         first, *others = _records(folder, self.ranks)
         return replace(first, notes=(*first.notes, *note_of_forgotten(ran.forgotten))), *others
 
-    def alone(self, double: bool) -> None:
+    def alone(self) -> None:
         """Run the script on one rank as it is. Raises Failed."""
         folder = self._folder("alone")
 
         def task(number: int) -> None:
-            start = Start(self.words, 0, 1, folder / "store", self.steps, double, devices=self.ranks)
+            start = Start(self.words, 0, 1, folder / "store", self.steps, self.double, devices=self.ranks)
             run_script(start, _saver(folder, number))
 
         run_apart(task, 1, self.timeout, folder)
 
-    def fed(self, double: bool, material: Material, way: Way) -> tuple[ScriptRecord, ...]:
+    def fed(self, material: Material, way: Way) -> tuple[ScriptRecord, ...]:
         """Run the script on one rank with the data of the ranks: once, or once for each data part at the same time.
 
         Raises Failed, and NotMatched where its data cannot be matched with theirs.
@@ -97,7 +194,7 @@ class ScriptRunner:
             add_up = _adder(folder / "parts", part, count) if count > 1 else None
             feed = RanksFeed(material, way, notes.append, part, add_up)
             store = folder / f"store-{part}"
-            start = Start(self.words, 0, 1, store, self.steps, double, devices=self.ranks, louder=self.louder)
+            start = Start(self.words, 0, 1, store, self.steps, self.double, devices=self.ranks, louder=self.louder)
             start = replace(start, reordered=material.reordered)
             run_script(start, _saver(folder, part, notes), feed)
 

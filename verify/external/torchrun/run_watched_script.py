@@ -14,8 +14,8 @@ import torch
 
 from nnscaler.errors import NnscalerError
 from verify.evidence.inputs.random_state import seed_all
-from verify.external.comparison.reference_rounding_noise import PARTS
-from verify.external.ranks.dtensor_attention import register_attention
+from verify.external.comparison.reference_in_parts_and_noise import PARTS
+from verify.external.ranks.attention_and_float64_of_torch import register_attention
 from verify.external.ranks.torch_private import FileStore
 from verify.external.torchrun.cuda_on_cpu import cpu_changes, replaced
 from verify.external.torchrun.feed_data_of_all_ranks import RanksFeed

@@ -5,23 +5,25 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from nnscaler.error_text import first_line
 from nnscaler.errors import few
-from verify.external.ranks.keep_float64_in_backward import exact_throughout
+from verify.external.ranks.attention_and_float64_of_torch import exact_throughout
 from verify.external.ranks.run_result import RanksFailed
 from verify.external.torchrun.compare_with_one_rank import SAID, Judged, judge
 from verify.external.torchrun.cuda_on_cpu import WITHOUT_GPU, asks_for_gpu
 from verify.external.torchrun.find_ranks_with_same_rows import counts_for_each_rank, replicas, same_rows
 from verify.external.torchrun.match_one_rank import Layout, NoParts, material_of, parts_of, unequal_starts
-from verify.external.torchrun.reference_processes import Failed
-from verify.external.torchrun.rerun_with_larger_gradients import with_larger_gradients, without_limits
-from verify.external.torchrun.rerun_with_unequal_labels import with_unequal_labels
-from verify.external.torchrun.run_ranks_and_reference import ScriptRunner
+from verify.external.torchrun.rerun_with_other_sizes_or_labels import (
+    with_larger_gradients,
+    with_unequal_labels,
+    without_limits,
+)
+from verify.external.torchrun.run_ranks_and_reference import Failed, ScriptRunner
 from verify.external.torchrun.run_watched_script import check_words
 from verify.external.torchrun.watched_script_record import ScriptRecord
 from verify.external.unequal_label_counts import NAME
@@ -71,13 +73,13 @@ def verify_script(
     started = time.perf_counter()
     exact_throughout()
     given = check_words(words)
-    name = " ".join(given)
     with tempfile.TemporaryDirectory(prefix="nnscaler-torchrun-", ignore_cleanup_errors=True) as folder:
-        runner = ScriptRunner(given, ranks, steps, timeout, Path(folder), parts=reference == "parts")
-        checks, found, notes, used = _verify(runner, name, dtype == "float64", progress)
+        double, parts = dtype == "float64", reference == "parts"
+        runner = ScriptRunner(given, ranks, steps, timeout, Path(folder), double, parts)
+        checks, found, notes, used = _verify(runner, progress)
     return Report(
         tool=TOOL,
-        subject=name,
+        subject=runner.name,
         setting=f"on {ranks} ranks, in {used}",
         seed=0,
         checks=checks,
@@ -91,14 +93,14 @@ def verify_script(
 Outcome = tuple[tuple[Check, ...], tuple[Finding, ...], tuple[str, ...], str]
 
 
-def _verify(runner: ScriptRunner, name: str, double: bool, progress: Progress) -> Outcome:
-    notes: list[str] = []
+def _verify(runner: ScriptRunner, progress: Progress) -> Outcome:
+    name, notes = runner.name, list[str]()
     progress(f"{name} on {runner.ranks} ranks")
     try:
-        records, double = _run(runner, double, notes)
+        records, runner = _run(runner, notes)
     except RanksFailed as failure:
-        return _failed(runner, failure, double)
-    used = "float64" if double else str(records[0].dtype).removeprefix("torch.")
+        return _failed(runner, failure)
+    used = "float64" if runner.double else str(records[0].dtype).removeprefix("torch.")
     notes += [note for record in records for note in record.notes]
     ended = ("the script runs to its steps", tuple(len(record.steps) for record in records))
     if min(ended[1]) == 0 or len(set(ended[1])) > 1:
@@ -112,34 +114,28 @@ def _verify(runner: ScriptRunner, name: str, double: bool, progress: Progress) -
     if unequal is not None:
         return *unequal, tuple(notes), used
     progress(f"{name} on one rank")
-    judged = judge(runner, name, records, layout, material_of(records, layout.parts), double)
+    judged = judge(runner, records, layout, material_of(records, layout.parts))
     apart = replicas(judged, layout, records)
     if judged.passes and apart is not None:
         progress(f"{name}, with other data on every rank")
         again = same_rows(records, layout, apart)
-        return _varied(runner, name, double, [*notes, *([] if again else [_SAME_ROWS])], used, apart, again)
+        return _varied(runner, [*notes, *([] if again else [_SAME_ROWS])], used, apart, again)
     if counts_for_each_rank(judged, layout):
         progress(f"{name}, with other data on every rank")
-        other = _on_other_data(runner, name, double, range(runner.ranks))
+        other = _on_other_data(runner, range(runner.ranks))
         if not isinstance(other, str) and other.judged.passes:
             # equal seeds make equal data: what looks like one batch, counted twice, may be rows of two ranks
             notes.append(_EQUAL_BY_SEED)
             return *_outcome(other.judged), (*notes, *_said(other.judged, other.layout, other.records)), used
-    judged = with_larger_gradients(runner, name, judged, records, layout, double)
-    judged = with_unequal_labels(runner, name, judged, records, layout, double)
-    judged = without_limits(runner, name, judged, layout, double)
+    judged = with_larger_gradients(runner, judged, records, layout)
+    judged = with_unequal_labels(runner, judged, records, layout)
+    judged = without_limits(runner, judged, layout)
     notes += _said(judged, layout, records)
     return *_outcome(judged), tuple(notes), used
 
 
 def _varied(
-    runner: ScriptRunner,
-    name: str,
-    double: bool,
-    notes: list[str],
-    used: str,
-    apart: Sequence[int],
-    again: tuple[Check, Finding] | None,
+    runner: ScriptRunner, notes: list[str], used: str, apart: Sequence[int], again: tuple[Check, Finding] | None
 ) -> Outcome:
     """Verify a script whose ranks do the same once more, with other data on ranks of other numbers.
 
@@ -147,13 +143,13 @@ def _varied(
     nothing is decided, for the script may rely on equal ones. `again`: what is open though they agree.
     """
     message = "ranks take in the same data and compute the same loss: an average over them changes nothing"
-    other = _on_other_data(runner, name, double, apart)
+    other = _on_other_data(runner, apart)
     if isinstance(other, str):
         return *_undecided(f"{message}{other}", None, "not_compared"), tuple(notes), used
     judged = other.judged
     if judged.passes:
         notes.append("with other data on every rank, made from its own, all of the following agrees")
-        judged = with_larger_gradients(runner, name, judged, other.records, other.layout, double, apart)
+        judged = with_larger_gradients(runner, judged, other.records, other.layout, apart)
         checks, found = _outcome(judged)
         checks, found = (checks, found) if again is None else ((*checks, again[0]), (*found, again[1]))
         return checks, found, (*notes, *_said(judged, other.layout, other.records)), used
@@ -175,17 +171,17 @@ class _Other:
     judged: Judged
 
 
-def _on_other_data(runner: ScriptRunner, name: str, double: bool, apart: Sequence[int]) -> _Other | str:
+def _on_other_data(runner: ScriptRunner, apart: Sequence[int]) -> _Other | str:
     """Run the script with other data on ranks of other numbers, and judge it; return why not, as the end of a sentence,
     where it cannot be."""
     try:
-        records = runner.on_ranks(double, vary=apart)
+        records = runner.on_ranks(vary=apart)
         layout = Layout(parts_of(records))
     except (RanksFailed, NoParts) as problem:
         return f", and with other data on every rank the script does not run: {first_line(problem, 300)}"
     if layout.count < len(set(apart)) or len({len(record.steps) for record in records}) > 1:
         return ""
-    return _Other(records, layout, judge(runner, name, records, layout, material_of(records, layout.parts), double))
+    return _Other(records, layout, judge(runner, records, layout, material_of(records, layout.parts)))
 
 
 def _outcome(judged: Judged) -> tuple[tuple[Check, ...], tuple[Finding, ...]]:
@@ -197,19 +193,20 @@ def _outcome(judged: Judged) -> tuple[tuple[Check, ...], tuple[Finding, ...]]:
     return _undecided(message, None, help=_STARTS if reasons[0].mismatch == "unequal_starts" else _CHECK_FILE)
 
 
-def _run(runner: ScriptRunner, double: bool, notes: list[str]) -> tuple[tuple[ScriptRecord, ...], bool]:
-    """Run the script on all ranks, in float64 if it can; return what they did, and whether it was in float64."""
+def _run(runner: ScriptRunner, notes: list[str]) -> tuple[tuple[ScriptRecord, ...], ScriptRunner]:
+    """Run the script on all ranks, in float64 if it can; return what they did, and how it was run."""
     told = ""
-    if double:
+    if runner.double:
         try:
-            return runner.on_ranks(True), True
+            return runner.on_ranks(), runner
         except RanksFailed as failure:
             if failure.code != "rank_raises":
                 raise
             told = f"the script does not run in float64 ({first_line(failure.message, 300)}): its own dtypes were used"
-    records = runner.on_ranks(False)
+    runner = replace(runner, double=False)
+    records = runner.on_ranks()
     notes += [told] if told else []
-    return records, False
+    return records, runner
 
 
 def _undecided(
@@ -220,7 +217,7 @@ def _undecided(
     return (check,), (Finding(code, message, counter_example=example, help=help),)
 
 
-def _failed(runner: ScriptRunner, failure: RanksFailed, double: bool) -> Outcome:
+def _failed(runner: ScriptRunner, failure: RanksFailed) -> Outcome:
     """Judge a run of the ranks that did not end: it refutes the script where one rank ends well."""
     verdict = Verdict.INCONCLUSIVE if failure.code == "timed_out" else Verdict.REFUTED
     code, message, help = failure.code, failure.message, None
@@ -229,7 +226,7 @@ def _failed(runner: ScriptRunner, failure: RanksFailed, double: bool) -> Outcome
         message = f"the script asks for a GPU, and there is none here: {message}"
     elif failure.code in ("rank_raises", "rank_died"):
         try:
-            runner.alone(False)
+            replace(runner, double=False).alone()
         except Failed as alone:
             verdict, code = Verdict.INCONCLUSIVE, "nothing_checked"
             message = f"the script fails on one rank as well: {alone}; on its ranks: {message}"
@@ -239,7 +236,7 @@ def _failed(runner: ScriptRunner, failure: RanksFailed, double: bool) -> Outcome
     example |= {"output": output} if output else {}
     check = Check("ranks run to their end", verdict, 1, int(verdict is Verdict.REFUTED))
     finding = Finding(code, message, failure.where, example, help=help)
-    return (check,), (finding,), (), "float64" if double else "its own dtypes"
+    return (check,), (finding,), (), "float64" if runner.double else "its own dtypes"
 
 
 def _unequal_starts(records: Sequence[ScriptRecord]) -> tuple[tuple[Check, ...], tuple[Finding, ...]] | None:

@@ -112,12 +112,7 @@ def make_run(function: Callable[..., Any], call: Call, wide: bool = False) -> Ru
 
 
 def survey(
-    run: Run,
-    inputs: Sequence[Tensor],
-    wanted: Sequence[int],
-    seed: int,
-    wide: bool = False,
-    place: Place = "near",
+    run: Run, inputs: Sequence[Tensor], wanted: Sequence[int], seed: int, wide: bool = False, place: Place = "near"
 ) -> Survey:
     """Measure slopes of the inputs `wanted`, in two directions at two points, and at more where it stays unclear.
 

@@ -8,7 +8,7 @@ be no derivative: `register_op(..., gradient="custom")` says so, and the compari
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import isfinite
@@ -228,7 +228,7 @@ def _off(slope: Slope) -> str:
 
 def _finding(subject: _Differentiated, surveyed: Survey, wrong: Sequence[int], about: str = "") -> Finding:
     """`about`: where other inputs than the given ones lie, and why there."""
-    spec, concrete = subject.spec, subject.concrete
+    concrete = subject.concrete
     slope = surveyed.of(wrong[0], "wrong")[0]
     blamed = find_wrong(subject.function, concrete, subject.found, subject.seed)
     names = " and ".join(f"`{subject.names[i]}`" for i in wrong)
@@ -246,16 +246,23 @@ def _finding(subject: _Differentiated, surveyed: Survey, wrong: Sequence[int], a
         facts["relative difference"] = f"{abs(slope.expected - slope.found) / scale:.2g}" if scale else "0"
     if blamed and blamed[0].exact:
         facts["by autograd through its forward"] = blamed[0].exact
-    guilty = [b.by for b in blamed] or list(subject.found)
-    return Finding(
-        "gradient_is_not_derivative",
-        f"the gradient of `{spec.name}` for {names} is not the derivative of what it computes",
-        spec.where,
-        facts,
-        cause=_cause(subject, surveyed, wrong, blamed),
-        help='correct the backward; if it is meant to be no derivative: register_op(..., gradient="custom")',
-        related=tuple((f"backward of {h}", h.where) for h in guilty if h.where is not None),
-    )
+    what = f"{names} is not the derivative of what it computes"
+    cause = _cause(subject, surveyed, wrong, blamed)
+    return _not_derivative(subject, what, facts, cause, [b.by for b in blamed] or subject.found)
+
+
+def _not_derivative(
+    subject: _Differentiated,
+    what: str,
+    facts: Mapping[str, str],
+    cause: str | None,
+    guilty: Sequence[Handwritten],
+    help: str = 'correct the backward; if it is meant to be no derivative: register_op(..., gradient="custom")',
+) -> Finding:
+    """Return the finding on the gradient for an input; `what`: its name, and what is wrong."""
+    message = f"the gradient of `{subject.spec.name}` for {what}"
+    related = tuple((f"backward of {h}", h.where) for h in guilty if h.where is not None)
+    return Finding("gradient_is_not_derivative", message, subject.spec.where, facts, cause, help, related=related)
 
 
 def _nonlinear(subject: _Differentiated, wanted: Sequence[int]) -> Finding | None:
@@ -292,41 +299,21 @@ def _cotangents_like(point: Point) -> Iterator[tuple[str, float, list[list[Tenso
 
 
 def _nonlinear_finding(subject: _Differentiated, which: str, index: int, apart: TensorDifference) -> Finding:
-    name, spec = subject.names[index], subject.spec
-    return Finding(
-        "gradient_is_not_derivative",
-        f"the gradient of `{spec.name}` for `{name}` is not linear in the gradients that its backward is given",
-        spec.where,
-        {
-            "input": name,
-            "shapes": shapes_of(subject.concrete.tensors),
-            "dtype": "float64",
-            "gradients of the outputs": which,
-            "difference": str(apart),
-        },
-        cause="a derivative is linear in them: the backward cuts them off, or is wrong where some are None",
-        help='correct the backward; if it is meant to be no derivative: register_op(..., gradient="custom")',
-        related=tuple((f"backward of {h}", h.where) for h in subject.found if h.where is not None),
-    )
+    name, shapes = subject.names[index], shapes_of(subject.concrete.tensors)
+    facts = {"input": name, "shapes": shapes, "dtype": "float64"}
+    facts |= {"gradients of the outputs": which, "difference": str(apart)}
+    what = f"`{name}` is not linear in the gradients that its backward is given"
+    cause = "a derivative is linear in them: the backward cuts them off, or is wrong where some are None"
+    return _not_derivative(subject, what, facts, cause, subject.found)
 
 
 def _low_finding(subject: _Differentiated, low: Deviation) -> Finding:
-    spec, name = subject.spec, subject.names[low.index]
-    dtype = dtype_name(low.dtype)
-    return Finding(
-        "gradient_is_not_derivative",
-        f"the gradient of `{spec.name}` for `{name}` is another one in {dtype} than in float64",
-        spec.where,
-        {
-            "input": name,
-            "shapes": shapes_of(subject.concrete.tensors),
-            "dtype": dtype,
-            "difference": f"{low.relative:.2g} of the gradient's norm; outputs agree",
-        },
-        cause="in float64 the gradient is the derivative: the backward treats dtypes differently",
-        help="correct the backward",
-        related=tuple((f"backward of {h}", h.where) for h in subject.found if h.where is not None),
-    )
+    name, dtype = subject.names[low.index], dtype_name(low.dtype)
+    facts = {"input": name, "shapes": shapes_of(subject.concrete.tensors), "dtype": dtype}
+    facts["difference"] = f"{low.relative:.2g} of the gradient's norm; outputs agree"
+    what = f"`{name}` is another one in {dtype} than in float64"
+    cause = "in float64 the gradient is the derivative: the backward treats dtypes differently"
+    return _not_derivative(subject, what, facts, cause, subject.found, "correct the backward")
 
 
 def _cause(subject: _Differentiated, surveyed: Survey, wrong: Sequence[int], blamed: Sequence[Blame]) -> str | None:

@@ -55,10 +55,7 @@ def library_overload(spec: OperatorSpec) -> torch._ops.OpOverload | None:
 
 
 def opcheck(
-    spec: OperatorSpec,
-    concrete: ConcreteCall,
-    *,
-    check: Callable[..., dict[str, Any]] | None = None,
+    spec: OperatorSpec, concrete: ConcreteCall, *, check: Callable[..., dict[str, Any]] | None = None
 ) -> Probed:
     """Run `torch.library.opcheck` on float32 copies of the inputs, those with gradients asking for them.
 

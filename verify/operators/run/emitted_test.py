@@ -97,10 +97,7 @@ def agree(found, expected, whole, family=()):
     torch.testing.assert_close(found, expected, rtol=0, atol=BOUND * largest, equal_nan=True)
 '''
 _NO_TEST = MappingProxyType(
-    {
-        "operator_died": "it would end the process that runs pytest",
-        "operator_timed_out": "it would not end",
-    }
+    {"operator_died": "it would end the process that runs pytest", "operator_timed_out": "it would not end"}
 )
 
 

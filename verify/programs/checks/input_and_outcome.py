@@ -121,6 +121,11 @@ class Tally:
         if finding is not None:
             self.findings.append(finding)
 
+    def refute(self, finding: Finding) -> None:
+        """Add a comparison that refutes, with its finding if it is the first on its tensor: others follow from it."""
+        told = any(other.counter_example["tensor"] == finding.counter_example["tensor"] for other in self.findings)
+        self.add(Verdict.REFUTED, None if told else finding)
+
     def outcome(self, detail: str = "") -> CheckOutcome:
         """Return the check. Without any comparison it claims nothing."""
         if not detail and self.count and self.worst:

@@ -59,9 +59,7 @@ def _within_stage(tally: Tally, comparison: Comparison, kind: _Kind, logical: St
     name = logical.holding.name
     for found in logical.unequal:
         what = f"{noun_of(kind.name, name)} at step {kind.step}"
-        finding = copies_differ(found, what, name, kind.step, comparison.place(name))
-        repeated = any(f.counter_example["tensor"] == name for f in tally.findings)
-        tally.add(Verdict.REFUTED, None if repeated else finding)
+        tally.refute(copies_differ(found, what, name, kind.step, comparison.place(name)))
 
 
 def copies_differ(found: UnequalElements, what: str, tensor: str, step: int, place: SourceLocation | None) -> Finding:
@@ -92,5 +90,4 @@ def _between_stages(tally: Tally, comparison: Comparison, kind: _Kind, one: Stag
         if kind.name == "gradient"
         else None,
     )
-    repeated = any(f.counter_example["tensor"] == name for f in tally.findings)
-    tally.add(Verdict.REFUTED, None if repeated else finding)
+    tally.refute(finding)

@@ -58,8 +58,7 @@ def _continues(tally: Tally, comparison: Comparison, result: RankResult) -> None
             continue
         how = "is missing" if tensor is None else f"differs: {difference(tensor, right)}"
         message = f"training from a checkpoint, `{name}` {how} on rank {result.rank}"
-        repeated = any(f.counter_example["tensor"] == name for f in tally.findings)
-        tally.add(Verdict.REFUTED, None if repeated else _finding(comparison, name, message))
+        tally.refute(_finding(comparison, name, message))
 
 
 def _finding(comparison: Comparison, name: str, message: str) -> Finding:
@@ -101,10 +100,7 @@ def check_other_plan(
     roles = program.roles()
     (parameters, buffers), reference = holdings_of(roles), comparison.reference
     last = replace(
-        reference,
-        losses=reference.losses[-1:],
-        gradients=reference.gradients[-1:],
-        results=reference.results[-1:],
+        reference, losses=reference.losses[-1:], gradients=reference.gradients[-1:], results=reference.results[-1:]
     )
     other = replace(
         comparison,

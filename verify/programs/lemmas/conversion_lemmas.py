@@ -189,7 +189,7 @@ def run_conversions(cases: Sequence[Conversion], parts: int, in_time: bool = Fal
     """
     values = [_basis(case.source, case.shape, parts) for case in cases]
     gradients = [_basis(gradient_state(case.target), case.shape, parts) for case in cases]
-    counts = [max(len(v[0]), len(g[0])) for v, g in zip(values, gradients, strict=True)]
+    rows = [(c, v, g, max(len(v[0]), len(g[0]))) for c, v, g in zip(cases, values, gradients, strict=True)]
 
     def work(communicator: SimulatedCommunicator) -> list[tuple[Tensor, Tensor]]:
         rank = communicator.rank
@@ -198,7 +198,7 @@ def run_conversions(cases: Sequence[Conversion], parts: int, in_time: bool = Fal
 
     def converted(axis: AxisGroup, rank: int) -> list[tuple[Tensor, Tensor]]:
         found = []
-        for case, value, gradient, count in zip(cases, values, gradients, counts, strict=True):
+        for case, value, gradient, count in rows:
             leaf = _padded(value[rank], count).requires_grad_()
             result = getattr(comm, case.function)(leaf, axis, *case.arguments)
             (back,) = torch.autograd.grad(result, leaf, _padded(gradient[rank], count))
@@ -207,9 +207,9 @@ def run_conversions(cases: Sequence[Conversion], parts: int, in_time: bool = Fal
 
     def of_pieces() -> list[list[tuple[Tensor, Tensor]]]:
         if cases and cases[0].function == JOIN:
-            return _joined(cases, values, gradients, counts)
+            return _joined(rows, parts)
         if cases and cases[0].function == APPEND:
-            return _appended(cases, values, gradients, counts)
+            return _appended(rows, parts)
         return [converted(AxisGroup("axis", parts, piece), piece) for piece in range(parts)]
 
     try:
@@ -227,15 +227,14 @@ def run_conversions(cases: Sequence[Conversion], parts: int, in_time: bool = Fal
     return wrong
 
 
-def _joined(
-    cases: Sequence[Conversion],
-    values: Sequence[Sequence[Tensor]],
-    gradients: Sequence[Sequence[Tensor]],
-    counts: Sequence[int],
-) -> list[list[tuple[Tensor, Tensor]]]:
+# a case with each rank's vectors of values and of gradients, and the larger number of these
+_Row = tuple[Conversion, Sequence[Tensor], Sequence[Tensor], int]
+
+
+def _joined(rows: Sequence[_Row], parts: int) -> list[list[tuple[Tensor, Tensor]]]:
     """Return, by piece and case, what the join of all pieces makes (the same for each), and the piece's gradient."""
-    by_piece: list[list[tuple[Tensor, Tensor]]] = [[] for _ in values[0]]
-    for case, value, gradient, count in zip(cases, values, gradients, counts, strict=True):
+    by_piece: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(parts)]
+    for case, value, gradient, count in rows:
         leaves = [_padded(v, count).requires_grad_() for v in value]
         axis = AxisGroup("axis", case.parts, 0)
         (result,) = comm.join(((leaf,) for leaf in leaves), axis, *case.arguments)
@@ -248,15 +247,10 @@ def _joined(
     return by_piece
 
 
-def _appended(
-    cases: Sequence[Conversion],
-    values: Sequence[Sequence[Tensor]],
-    gradients: Sequence[Sequence[Tensor]],
-    counts: Sequence[int],
-) -> list[list[tuple[Tensor, Tensor]]]:
+def _appended(rows: Sequence[_Row], parts: int) -> list[list[tuple[Tensor, Tensor]]]:
     """Return, by slice and case, the rows up to its last one, and the gradient of its own."""
-    by_slice: list[list[tuple[Tensor, Tensor]]] = [[] for _ in values[0]]
-    for case, value, gradient, count in zip(cases, values, gradients, counts, strict=True):
+    by_slice: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(parts)]
+    for case, value, gradient, count in rows:
         kept = KeptRows(case.parts)
         leaves = [_padded(v, count).requires_grad_() for v in value]
         made = [

@@ -28,7 +28,7 @@ from verify.operators.audit.side_effects import ASKS_RANKS, audit
 from verify.programs.lemmas import check_claims
 from verify.programs.lemmas.check_claims import ClaimedCall, Evidence, test
 from verify.programs.lemmas.claims_of_obligations import Claim, RunsWhole, claims_of, strided
-from verify.programs.lemmas.operators_at_program_sizes import lemmas_at_sizes
+from verify.programs.lemmas.operators_of_users import lemmas_at_sizes
 from verify.programs.lemmas.result import Lemma, LemmaResult, Memo
 from verify.programs.lemmas.small_call import Representative, represent
 from verify.programs.lemmas.stand_in_calls_and_tensors import Unrepresented
@@ -147,11 +147,7 @@ class _CallForm:
 
 
 def prove_obligations(
-    obligations: Sequence[Obligation],
-    *,
-    seconds: float,
-    memo: Memo | None = None,
-    seed: int = 0,
+    obligations: Sequence[Obligation], *, seconds: float, memo: Memo | None = None, seed: int = 0
 ) -> LemmaResult:
     """Test every lemma that the obligations rely on, and prove what can be proved.
 

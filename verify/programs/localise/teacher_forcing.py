@@ -7,7 +7,7 @@ only fault. So the program runs under teacher forcing (Williams and Zipser 1989,
 right previous output instead of its own): each statement's result is recorded, and then replaced by the right shards.
 A statement whose result differs is therefore wrong itself. The right shards come from the graph, interpreted on the
 whole batch in float64 (`reference_values`), and are cut by the layout that the manifest gives for the variable
-(`deal_shards`).
+(`reference_values`).
 
 Gradients are treated alike. No backward pass goes through the program: each statement runs on detached leaves, and its
 own vector-Jacobian product is taken on the spot, with a random cotangent for the result, cut as the layout says. What
@@ -64,9 +64,8 @@ from nnscaler.layout import Partial, State
 from nnscaler.runtime.shards import unravel
 from nnscaler.runtime.stage_base_class import Parameter, Stage, is_trained, place_in_time, sizes_in_time
 from verify.programs.execution.compare_variables import Pieces, Variable, gradient_states
-from verify.programs.localise.deal_shards import Dealer
 from verify.programs.localise.instrument_statements import Statement
-from verify.programs.localise.reference_values import Logical
+from verify.programs.localise.reference_values import Dealer, Logical
 
 At = tuple[int, int]  # rank, micro-batch (-1: `prepare`)
 

@@ -217,21 +217,12 @@ class Noise:
 
 
 def subject_of(
-    model: nn.Module,
-    sample: SampleInputs,
-    dtype: torch.dtype,
-    reference: Trajectory,
-    parts: Sequence[int],
-    seed: int,
+    model: nn.Module, sample: SampleInputs, dtype: torch.dtype, reference: Trajectory, parts: Sequence[int], seed: int
 ) -> NoisyModel:
     """Round the model and run it exactly, as long and as fast as `reference` did."""
     low, batch = rounded_model(model, dtype), rounded_sample(sample, dtype)
     truth = run_reference(
-        low,
-        batch,
-        steps=len(reference.results),
-        learning_rate=reference.learning_rate,
-        settings=reference.settings,
+        low, batch, steps=len(reference.results), learning_rate=reference.learning_rate, settings=reference.settings
     )
     replaced = any(p.dtype != dtype for p in model.parameters() if p.is_floating_point())
     return NoisyModel(low, batch, dtype, truth, tuple(parts), seed, replaced)

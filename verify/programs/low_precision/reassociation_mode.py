@@ -31,11 +31,7 @@ class RulesMode(TorchDispatchMode):
         self._rules, self._aid = rules, aid
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if DTensor in types:
             return NotImplemented  # it calls the operators of its local tensors, which come here
@@ -155,14 +151,7 @@ def _embedding_backward(
 
 
 def _layer_norm_backward(
-    cut: Cut,
-    func: Any,
-    gradient: Tensor,
-    x: Tensor,
-    shape: Sequence[int],
-    mean: Tensor,
-    rstd: Tensor,
-    *rest: Any,
+    cut: Cut, func: Any, gradient: Tensor, x: Tensor, shape: Sequence[int], mean: Tensor, rstd: Tensor, *rest: Any
 ) -> Any:
     """Cut the rows. `rest`: weight, bias, and which gradients are asked for."""
     if x.dim() == len(shape):

@@ -23,15 +23,7 @@ from verify.programs.reference.eager import ReferenceSettings, Trajectory
 from verify.programs.request import PlanRequest
 from verify.programs.rerun_with_other_scale_or_labels import failed
 from verify.programs.training.eager import EagerRun, eager_model
-from verify.programs.training.run import (
-    NAME,
-    Training,
-    batches_of,
-    compare_runs,
-    program_of,
-    run_ranks,
-    scales,
-)
+from verify.programs.training.run import NAME, Training, batches_of, compare_runs, program_of, run_ranks, scales
 from verify.programs.training.training_recipe import Course, carried_by, class_of, undecayed_of
 from verify.programs.typing.program_files.parse_rank_program import read_role
 from verify.programs.typing.program_files.rank_program_syntax import Unreadable

@@ -99,11 +99,7 @@ def _gradient_of(trained: Trained, found: ComparedValue, rows: Batch) -> tuple[T
 
 
 def _each_batch(
-    trained: Trained,
-    step: int,
-    name: str,
-    parameters: Mapping[str, Tensor] | None = None,
-    dropout: bool = True,
+    trained: Trained, step: int, name: str, parameters: Mapping[str, Tensor] | None = None, dropout: bool = True
 ) -> list[Tensor | None]:
     first = trained.course.first_batch(step)
     right = trained.eager.before(step) if parameters is None else parameters

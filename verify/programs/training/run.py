@@ -20,14 +20,13 @@ from nnscaler.tracing.sample_inputs import flatten_inputs
 from nnscaler.training.recompilation import SentProgram, SizeClass, sent
 from nnscaler.transform.plan import Plan
 from verify.programs.check_text_before_run import vouch
-from verify.programs.checks.input_and_outcome import CheckOutcome
+from verify.programs.checks.input_and_outcome import CheckOutcome, Tally
 from verify.programs.execution.run_on_backend import Failure, devices_of, run_job, simulate
 from verify.programs.prepare_verification import Prepared, matched_draws
 from verify.programs.reference.eager import choose_learning_rate, clip_limit, logical_state, not_finite, scale_of
 from verify.programs.request import PlanRequest
 from verify.programs.rerun_with_other_scale_or_labels import failed, state_at_start
 from verify.programs.source_map import SourceMap
-from verify.programs.training.check_optimizer_dtypes import check_dtypes, is_mixed
 from verify.programs.training.comparison import compare
 from verify.programs.training.eager import Draws, EagerModel, EagerRun, eager_model
 from verify.programs.training.rank_loop import RankTraining, TrainTask, train_rank
@@ -44,6 +43,7 @@ from verify.programs.training.training_recipe import (
     undecayed_of,
 )
 from verify.programs.training.training_run_pair import Trained
+from verify.results.finding import Finding
 from verify.results.report import Check
 from verify.results.verdict import Verdict
 
@@ -277,3 +277,49 @@ def compiled_sizes(program: Program, course: Course) -> dict[SizeClass, SentProg
         wanted.setdefault(SizeClass(shapes, training), batch)
     first = SizeClass(tuple((name, tuple(shape)) for name, shape in known.items()), True)
     return {s: sent(for_batch(program, b, training=s.training)) for s, b in wanted.items() if s != first}
+
+
+# The dtypes of training.
+
+
+DTYPES = "training: dtypes of what the optimizer sees"
+HALF = (torch.bfloat16, torch.float16)
+
+
+def is_mixed(precision: object, state: Mapping[str, Tensor]) -> bool:
+    """Return whether a program computes in a dtype that is narrower than float32."""
+    return precision is not None or any(tensor.dtype in HALF for tensor in state.values())
+
+
+def check_dtypes(ranks: Sequence[RankTraining], state: Mapping[str, Tensor]) -> CheckOutcome:
+    """Compare the dtypes of parameters, gradients and optimizer states with those of the model's parameters."""
+    tally = Tally(DTYPES, Verdict.TESTED_EXACT)
+    for rank in ranks:
+        for name, what, tensor, cause in _seen(rank):
+            right = state[name].dtype
+            if tensor.dtype == right:
+                tally.add(Verdict.TESTED_EXACT)
+                continue
+            found, wanted = (str(d).removeprefix("torch.") for d in (tensor.dtype, right))
+            message = f"training: the {what} of `{name}` is {found} on rank {rank.rank}, and the parameter is {wanted}"
+            facts = {"tensor": name, "step": "0", "rank": str(rank.rank)}
+            tally.refute(Finding("training_dtype_differs", message, None, facts, cause))
+    return tally.outcome()
+
+
+def _seen(rank: RankTraining) -> Iterator[tuple[str, str, Tensor, str]]:
+    """Yield what the optimizer of a rank sees: parameter, what of it, the tensor, and what it means to be narrow."""
+    step = rank.steps[0]
+    for name, tensor in step.parameters.items():
+        yield name, "tensor at rest", tensor, "there is no master copy: updates below its rounding are lost"
+        gradient = step.gradients.get(name)
+        if gradient is not None:
+            yield name, "gradient", gradient, "the gradient is cast down before the optimizer has it"
+        for key, value in step.states.get(name, {}).items():
+            if value.dim() and value.is_floating_point():
+                yield (
+                    name,
+                    f"optimizer's `{key}`",
+                    value,
+                    "the optimizer's state is in another dtype than its parameter",
+                )

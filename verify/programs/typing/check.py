@@ -90,7 +90,6 @@ from nnscaler.ir.placement import Choice
 from nnscaler.layout import IN_STEP
 from nnscaler.manifest import MANIFEST, Manifest
 from verify.programs.checks.input_and_outcome import CheckOutcome
-from verify.programs.typing.declared_outputs import check_results
 from verify.programs.typing.lines.type_operation_lines import Typer
 from verify.programs.typing.lines.uniform_value_dims import uniform_dims
 from verify.programs.typing.lines.walk import Noted, Reading
@@ -100,7 +99,12 @@ from verify.programs.typing.program_files.rank_program_syntax import RoleText, S
 from verify.programs.typing.schedule import check_schedule
 from verify.programs.typing.stage import read_stage
 from verify.programs.typing.stage_messages import arrivals, check_gradients, check_sends
-from verify.programs.typing.stored_tensors_and_loss import check_ends, check_stored, stored_tensors
+from verify.programs.typing.stored_tensors_loss_and_results import (
+    check_ends,
+    check_results,
+    check_stored,
+    stored_tensors,
+)
 from verify.programs.typing.typed_value import Finder, Held, Mistake
 from verify.results.report import Check
 from verify.results.verdict import Verdict

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from nnscaler.manifest import Bar, TimelineRows
-from verify.report_formats.html.communication_lane import CallMark, call_lane, call_legend
-from verify.report_formats.html.page_elements import escape, panel, percent
+from nnscaler.planning.cluster.description import show_seconds
+from nnscaler.timeline_events import StepEvents, call_sums
+from verify.report_formats.html.communication_lane import CallMark, call_lane, call_legend, pictured
+from verify.report_formats.html.page_elements import escape, page, panel, percent, size, table
 
 HUES = (212, 28, 145, 340, 265, 180, 50, 0)
 LEGEND = 24  # stages that are named; beyond, each bar says its own
@@ -148,3 +150,30 @@ def _legend(hues: Mapping[int, int], kinds: Sequence[str]) -> str:
 
 def _swatch(hue: int, kind: str) -> str:
     return f'<i style="background:{color(hue, kind)}"></i>'
+
+
+# `nnscaler timeline --html`: the events of a step as one page without scripts.
+
+
+_KINDS_OF_CALLS = 40  # kinds of calls in the table
+
+
+def events_page(model: str, title: str, events: StepEvents) -> str:
+    """Return HTML."""
+    picture = pictured(events)
+    subject = f'<span class="faint">nnscaler timeline: {escape(model)}, {escape(events.source)}</span>'
+    word = f'<div class="word">{escape(show_seconds(events.seconds))} a step</div>'
+    banner = f'<header class="banner plain">{subject}{word}<p>{escape(title)}</p></header>\n'
+    body = banner + timeline_panel(picture.timeline, picture.marks) + _calls(events)
+    return page(f"{model}: {title}", body)
+
+
+def _calls(events: StepEvents) -> str:
+    rows = []
+    for calls in call_sums(events)[:_KINDS_OF_CALLS]:
+        told = (f"{calls.calls:,}", size(calls.bytes), show_seconds(calls.seconds), calls.cause)
+        rows.append([escape(cell) for cell in (calls.kind, calls.direction, calls.axis, *told)])
+    if not rows:
+        return ""
+    head = ("call", "direction", "axis", "calls of all ranks", "bytes", "a rank takes", "cause")
+    return panel("Calls", table(head, rows, "plain"), "Those that take longest first.")

@@ -25,7 +25,7 @@ from verify.self_test.external.megatron_style_layers import (
     gathered_for_split,
     own_piece,
 )
-from verify.self_test.external.models import Attention, Gpt, Moe, cross_entropy
+from verify.self_test.external.models import Attention, Gpt, Moe, clipped, cross_entropy
 
 
 class Exchanged(torch.autograd.Function):
@@ -324,7 +324,4 @@ def total_norm_clip(model: Any, limit: float) -> Tensor:
             share = 1.0 if getattr(parameter, "is_split", False) else 1.0 / size
             square = square + share * parameter.grad.square().sum()
     norm = all_reduced(square, dist.group.WORLD).sqrt()  # type: ignore[arg-type]
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad *= torch.clamp(limit / (norm + 1e-6), max=1.0)
-    return norm
+    return clipped([p.grad for p in model.parameters() if p.grad is not None], norm, limit)

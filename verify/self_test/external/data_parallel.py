@@ -299,7 +299,7 @@ class SyncedBatchNorm(nn.Module):
         self.running_var.lerp_(variance * count / (count - 1), self.momentum)  # type: ignore[operator]
 
 
-class _Summed(torch.autograd.Function):
+class Summed(torch.autograd.Function):
     """Sum over all ranks; the gradient of a sum that all ranks read is summed too."""
 
     @staticmethod
@@ -317,7 +317,7 @@ class _Summed(torch.autograd.Function):
 
 def summed_over_ranks(x: Tensor) -> Tensor:
     """Return the sum over all ranks, with the sum of all ranks' gradients."""
-    return _Summed.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+    return Summed.apply(x)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from verify.external.observe_rank_run import modules_of
 from verify.external.program import ExternalProgram, Step
+from verify.self_test.external.models import clipped, squares
 from verify.self_test.external.tensor_parallel import TensorParallel
 
 Edit = Callable[[ExternalProgram], ExternalProgram]
@@ -205,6 +206,14 @@ def gradients_of(made: Any, word: str = "") -> Iterator[Tensor]:
     for _, parameter in parameters_of(made, word):
         if parameter.grad is not None:
             yield local(parameter.grad)
+
+
+def clip_by_all_squares(made: Any, limit: float) -> Tensor:
+    """Clip by squares that are summed over all ranks: those of copies are counted as often as there are copies."""
+    gradients = list(gradients_of(made))
+    total = squares(gradients)
+    dist.all_reduce(total)
+    return clipped(gradients, total.sqrt(), limit)
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -43,12 +43,8 @@ def _cleared_in_the_loop(model: Any, batch: Any) -> Tensor:
     return torch.stack(losses).mean().detach()
 
 
-class _LabelsAlone(torch.autograd.Function):
+class _LabelsAlone(hand_mutants.SharesAlone):
     """The loss of split logits, with the identity as the gradient of log_softmax."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, group: hand.Group) -> Tensor:
-        return hand.SplitCrossEntropy.forward(ctx, logits, labels, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

@@ -6,7 +6,7 @@ They are tiny, and written as their authors would write them: nothing in them kn
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -294,6 +294,19 @@ def supervised(model: Callable[[Tensor], Tensor], batch: Any) -> Tensor:
 def adamw(model: Any) -> torch.optim.Optimizer:
     """AdamW over all parameters."""
     return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+def clipped(gradients: Sequence[Tensor], norm: Tensor, limit: float) -> Tensor:
+    """Scale gradients in place as torch does where their norm is above the limit; return the norm."""
+    factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
+    for gradient in gradients:
+        gradient *= factor
+    return norm
+
+
+def squares(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the sum of the squares of all their elements."""
+    return torch.stack([gradient.square().sum() for gradient in gradients]).sum()
 
 
 def sgd_momentum(model: Any) -> torch.optim.Optimizer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, SplitPoint, pipeline
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from verify.self_test.external.models import cross_entropy
+from verify.self_test.external.models import clipped, cross_entropy, squares
 
 CPU = torch.device("cpu")
 Cut = Callable[[nn.Module, int, int], nn.Module]
@@ -147,9 +147,7 @@ def pipeline_step(made: Pipeline, batch: Any) -> Tensor | None:
     inputs, labels = batch
     losses: list[Tensor] = []
     made.schedule.step(
-        *((inputs,) if made.first else ()),
-        target=labels if made.last else None,
-        losses=losses if made.last else None,
+        *((inputs,) if made.first else ()), target=labels if made.last else None, losses=losses if made.last else None
     )
     return torch.stack([loss.detach() for loss in losses]).mean() if made.last else None
 
@@ -197,27 +195,23 @@ class TiedStep:
 
     def __call__(self, made: Pipeline, batch: Any) -> Tensor | None:
         loss = pipeline_step(made, batch)
-        for part in made.parts:
-            for name in ("words", "head"):
-                module = getattr(part, name, None)
-                if module is not None:
-                    dist.all_reduce(module.weight.grad)
+        for gradient in tied_gradients(made):
+            dist.all_reduce(gradient)
         return loss
+
+
+def tied_gradients(made: Pipeline) -> Iterator[Tensor]:
+    """Yield the gradients of this rank's copies of the tied weight."""
+    modules = (getattr(part, name, None) for part in made.parts for name in ("words", "head"))
+    return (module.weight.grad for module in modules if module is not None)
 
 
 def clip_stages(made: Pipeline, limit: float) -> Tensor:
     """Clip by the norm of all stages' gradients."""
     gradients = [p.grad for part in made.parts for p in part.parameters() if p.grad is not None]
-    total = torch.stack([g.square().sum() for g in gradients]).sum()
+    total = squares(gradients)
     dist.all_reduce(total)
-    return _clipped(gradients, total.sqrt(), limit)
-
-
-def _clipped(gradients: Sequence[Tensor], norm: Tensor, limit: float) -> Tensor:
-    factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
-    for gradient in gradients:
-        gradient *= factor
-    return norm
+    return clipped(gradients, total.sqrt(), limit)
 
 
 def adamw_of_parts(made: Any) -> torch.optim.Optimizer:

@@ -19,10 +19,9 @@ from verify.results.styled_line import StyledLine, plain
 from verify.results.verdict import Verdict
 from verify.self_test.external import (
     known_bugs,
+    right_data_parallel_programs,
     right_handwritten_programs,
     right_pipeline_programs,
-    right_replicated_programs,
-    right_sharded_programs,
     right_tensor_parallel_programs,
 )
 from verify.self_test.external.edits_that_make_mutants import ExternalMutant
@@ -38,8 +37,7 @@ from verify.self_test.run_rows import Progress, closing_line, family_lines, run_
 
 _TABLES = (
     right_tensor_parallel_programs,
-    right_sharded_programs,
-    right_replicated_programs,
+    right_data_parallel_programs,
     right_pipeline_programs,
     right_handwritten_programs,
 )

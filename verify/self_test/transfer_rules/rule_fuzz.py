@@ -209,12 +209,7 @@ def _draw_ranks(call: DrawnCall, split: Symbols, random: Random, generator: torc
 
 
 def _compare_at(
-    call: DrawnCall,
-    asked: RuleCall,
-    claims: Sequence[State],
-    ranks: Ranks,
-    kind: Kind,
-    generator: torch.Generator,
+    call: DrawnCall, asked: RuleCall, claims: Sequence[State], ranks: Ranks, kind: Kind, generator: torch.Generator
 ) -> str | None:
     tensors: list[tuple[Tensor, list[Tensor]]] = []
 

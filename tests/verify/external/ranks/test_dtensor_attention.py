@@ -12,7 +12,7 @@ from torch.distributed.tensor.experimental._attention import context_parallel_un
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional as F
 
-from verify.external.ranks.dtensor_attention import register_attention
+from verify.external.ranks.attention_and_float64_of_torch import register_attention
 from verify.external.ranks.run import run_ranks
 
 

@@ -15,10 +15,9 @@ import torch
 from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError
 from nnscaler.runtime.keep_freed_memory import kept_memory
 from verify.external.ranks.call_sites import is_program, place_in_stack, place_of_call, place_of_error
-from verify.external.ranks.collective_mismatch import disagreement_of
-from verify.external.ranks.collective_semantics import CollectiveShare, answer
+from verify.external.ranks.collective_semantics import CollectiveShare, answer, disagreement_of
 from verify.external.ranks.globals_of_ranks import VARIABLES, environment_of, load_state, save_state
-from verify.external.ranks.processes.call_log import CallReader, CallWriter, Entry
+from verify.external.ranks.processes.logged_gloo_group import CallReader, CallWriter, Entry
 from verify.external.ranks.run_result import RankCall, RanksFailed
 from verify.external.ranks.threads.exchange import WatchedTensors
 from verify.results.finding_codes import CATALOGUE

@@ -15,15 +15,15 @@ import torch
 from nnscaler.runtime.training.async_pipeline import StreamExecutor, Versions
 from tests.sampling import every
 from verify.self_test.programs.judge_mutant import Execution, read_statically
-from verify.self_test.programs.mutants import pipedream_updates, runtime_faults, schedule
+from verify.self_test.programs.mutants import runtime_faults, schedule
+from verify.self_test.programs.mutants.editable_program import MutationOperator
 from verify.self_test.programs.mutants.mutant import apply_edits
-from verify.self_test.programs.mutants.mutation_operator import MutationOperator
 from verify.self_test.programs.right_programs import TINY, build
 
 # of the programs in which the kinds have a place: a step with pipelines and tensor parallelism, recycling, a stream;
 # stages that devices share, slices, and orders that were searched
 PROGRAMS = ("staged", "recycled", "stream", "interlaced", "sliced", "searched")
-EVERY = (*schedule.OPERATORS, *pipedream_updates.OPERATORS)
+EVERY = schedule.OPERATORS
 # Bugs of what runs a stream.
 
 
@@ -125,7 +125,7 @@ def test_every_kind_is_refuted_by_the_text(made: dict[str, Execution]) -> None:
 def test_wrong_updates_are_refuted_by_running(made: dict[str, Execution]) -> None:
     """Or the runtime refuses to begin: nothing is compared that a wrong order computed."""
     right = made["stream"]
-    own = {operator.kind for operator in pipedream_updates.OPERATORS}
+    own = set(schedule.STREAMS)
     for operator, sources in one_each(right):
         if operator.kind in own:
             answer = right.judge(sources).answer

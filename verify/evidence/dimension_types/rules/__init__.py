@@ -32,11 +32,9 @@ from verify.evidence.dimension_types.rules import (
     convolution_pooling_resizing,
     factories,
     indexing,
-    losses,
-    normalisation,
+    normalisations_and_losses,
     pointwise,
-    products,
-    reductions,
+    reductions_and_products,
     views,
 )
 from verify.evidence.dimension_types.rules.call_with_states import Operand, Rule, RuleCall, unknown
@@ -48,12 +46,10 @@ _FAMILIES = (
     attention_and_group_norm,
     factories,
     indexing,
-    losses,
-    normalisation,
+    normalisations_and_losses,
     cat_and_split,
     pointwise,
-    products,
-    reductions,
+    reductions_and_products,
     views,
     convolution_pooling_resizing,
 )

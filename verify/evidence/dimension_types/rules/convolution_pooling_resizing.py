@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from verify.evidence.dimension_types.rules.call_with_states import Operand, Rule, RuleCall, unknown
 from verify.evidence.dimension_types.rules.labelled_dims_rule import Labelled, Labels, labelled, letters
-from verify.evidence.dimension_types.rules.products import plus
+from verify.evidence.dimension_types.rules.reductions_and_products import plus
 from verify.evidence.dimension_types.states import Shard, Size, State, Unknown, Zero, checked, quotient
 from verify.evidence.dimension_types.undecomposed_operators import INTERPOLATED, NEAREST
 

@@ -10,7 +10,7 @@ import torch
 
 from verify.evidence.dimension_types.rules.call_with_states import Operand, Rule, RuleCall, unknown
 from verify.evidence.dimension_types.rules.labelled_dims_rule import Labelled, Labels, labelled, letters
-from verify.evidence.dimension_types.rules.products import plus
+from verify.evidence.dimension_types.rules.reductions_and_products import plus
 from verify.evidence.dimension_types.states import SAME, Shard, State, equal, split_dims
 
 
@@ -24,13 +24,18 @@ def _places(call: RuleCall) -> tuple[list[str | None], list[str], list[int]]:
 
 
 def _index_labels(call: RuleCall, common: Sequence[str]) -> dict[str, Labels]:
-    """Labels of the indices, which broadcast: none where a size is 1."""
+    """Labels of the indices, which broadcast."""
     found: dict[str, Labels] = {}
     for i, index in enumerate(call["indices"]):
         if isinstance(index, Operand):
-            own = common[len(common) - index.ndim :]
-            found[f"indices.{i}"] = [None if size == 1 else name for name, size in zip(own, index.sizes, strict=True)]
+            found[f"indices.{i}"] = _broadcast(common, index)
     return found
+
+
+def _broadcast(labels: Labels, operand: Operand) -> list[str | None]:
+    """Labels of a tensor that broadcasts to these dims: none where its size is 1."""
+    own = labels[len(labels) - operand.ndim :]
+    return [None if size == 1 else name for name, size in zip(own, operand.sizes, strict=True)]
 
 
 def _placed(labels: Labels, common: Sequence[str | None], at: Sequence[int]) -> list[str | None]:
@@ -78,10 +83,7 @@ def _index_put(call: RuleCall) -> tuple[State, ...]:
     indices = _index_labels(call, common) if adds else {}
     written = _placed(labels, common if adds else [None] * len(common), at)
     values = call.tensor("values")
-    own = [
-        None if size == 1 else name
-        for name, size in zip(written[len(written) - values.ndim :], values.sizes, strict=True)
-    ]
+    own = _broadcast(written, values)
     if not adds:
         return labelled(call, Labelled({"self": labels, "values": own}, [labels], (), [["self", "values"]]))
     if _written_split(call, at):
@@ -107,10 +109,7 @@ def _put_by_mask(call: RuleCall) -> tuple[State, ...]:
     one = all(size == 1 for size in values.sizes) and not call["accumulate"]
     labels = letters(ndim, () if one else range(at, at + mask.ndim))
     written = [*labels[:at], None, *labels[at + mask.ndim :]]
-    own = [
-        None if size == 1 else name
-        for name, size in zip(written[len(written) - values.ndim :], values.sizes, strict=True)
-    ]
+    own = _broadcast(written, values)
     inputs: dict[str, Labels] = {"self": labels, "values": own, f"indices.{at}": labels[at : at + mask.ndim]}
     return labelled(call, Labelled(inputs, [labels], (), [["self", "values"]]))
 

@@ -15,7 +15,7 @@ from nnscaler.runtime.communication.communicator import CommunicationCall
 from nnscaler.runtime.jobs.job import Activity, StatusReader
 from nnscaler.runtime.jobs.load_adjusted_clock import FairClock
 from verify.external.ranks.call_sites import place_in_stack
-from verify.external.ranks.processes.call_log import CallReader
+from verify.external.ranks.processes.logged_gloo_group import CallReader
 from verify.external.ranks.run_result import RankCall, RanksFailed
 
 _TICK = 0.05  # seconds between two looks

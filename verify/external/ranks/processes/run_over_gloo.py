@@ -34,8 +34,7 @@ from nnscaler.runtime.jobs.rank_process import die_with_parent, leave_stopping_t
 from nnscaler.runtime.start_autograd import start_autograd
 from verify.external.ranks.call_sites import place_of_error, traceback_of
 from verify.external.ranks.globals_of_ranks import VARIABLES, environment_of
-from verify.external.ranks.processes.call_log import CallWriter
-from verify.external.ranks.processes.logged_gloo_group import GlooGroup, ReportedStore, Reporter
+from verify.external.ranks.processes.logged_gloo_group import CallWriter, GlooGroup, ReportedStore, Reporter
 from verify.external.ranks.processes.rank_watchdog import ProcessWatch, RankAnswer
 from verify.external.ranks.run_result import RankRun
 from verify.external.ranks.torch_private import FileStore, our_groups, preload, unwaited_collectives

@@ -144,13 +144,7 @@ def _starts_from(have: State, before: type, needs_grad: bool) -> bool:
 
 
 def _check_source(
-    line: Assignment,
-    held: Held,
-    axis: int,
-    axes: Axes,
-    given: _Written,
-    tensor: LogicalTensor,
-    uniform: Dims,
+    line: Assignment, held: Held, axis: int, axes: Axes, given: _Written, tensor: LogicalTensor, uniform: Dims
 ) -> None:
     have = held.layout[axis]
     if isinstance(have, Partial):
@@ -186,13 +180,7 @@ def _check_source(
 
 
 def _target(
-    line: Assignment,
-    held: Held,
-    axis: int,
-    axes: Axes,
-    given: _Written,
-    after: type,
-    tensor: LogicalTensor,
+    line: Assignment, held: Held, axis: int, axes: Axes, given: _Written, after: type, tensor: LogicalTensor
 ) -> State:
     if after is Invariant:
         return INVARIANT

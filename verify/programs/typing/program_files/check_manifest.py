@@ -23,7 +23,7 @@ from nnscaler.runtime.program.program_directory import describe_state
 from nnscaler.runtime.tensor_bits_and_difference import same_bits
 from verify.programs.checks.input_and_outcome import CheckOutcome
 from verify.programs.typing.program_files.rank_program_syntax import RoleText
-from verify.programs.typing.stored_tensors_and_loss import stored_tensors
+from verify.programs.typing.stored_tensors_loss_and_results import stored_tensors
 from verify.programs.typing.typed_value import Finder, Mistake
 from verify.results.report import Check
 from verify.results.verdict import Verdict

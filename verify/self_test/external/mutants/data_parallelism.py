@@ -174,17 +174,9 @@ ACCUMULATION = (
 )  # fmt: skip
 
 
-def _by_rank(rank: int, ranks: int, count: int) -> Sequence[int]:
-    return random.Random(rank).sample(range(count), count)[rank::ranks]
-
-
 def _torch_by_rank(rank: int, ranks: int, count: int) -> Sequence[int]:
     order = torch.randperm(count, generator=torch.Generator().manual_seed(rank)).tolist()
     return order[rank::ranks]
-
-
-def _first_rows(rank: int, ranks: int, count: int) -> Sequence[int]:
-    return range(count // ranks)
 
 
 def _overlapping(rank: int, ranks: int, count: int) -> Sequence[int]:
@@ -212,11 +204,11 @@ def _other_rows_of_rank(batch: Any) -> Any:
 
 ROWS_OF_DATA = (
     row("rows", "ddp=3 mlp shuffled rows", "the shuffle depends on the rank", f"{ANY} own_rows",
-        e.step_choice(rows=_by_rank)),
+        e.step_choice(rows=lambda rank, ranks, count: random.Random(rank).sample(range(count), count)[rank::ranks])),
     row("rows", "ddp=3 mlp shuffled rows", "the seed of torch's shuffle depends on the rank", f"{ANY} own_rows",
         e.step_choice(rows=_torch_by_rank)),
     row("rows", "ddp=3 mlp contiguous rows", "all ranks take the first rows", f"{ANY} own_rows",
-        e.step_choice(rows=_first_rows)),
+        e.step_choice(rows=lambda rank, ranks, count: range(count // ranks))),
     row("rows", "ddp=3 mlp contiguous rows", "rows given twice", ANY, e.step_choice(rows=_overlapping)),
     row("rows", "ddp=3 mlp interleaved rows", "a row of each rank dropped", ANY, e.step_choice(rows=_dropped)),
     row("rows", "ddp=3 mlp uneven rows", "unequal parts averaged as if equal", f"{ANY} mean_of_means",
@@ -227,35 +219,21 @@ ROWS_OF_DATA = (
 )  # fmt: skip
 
 
-class _ForwardSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        total = x.clone()
-        dist.all_reduce(total)
-        return total
-
+class _ForwardSum(dp.Summed):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         return gradients[0]
-
-
-def _statistics_of_own_rows(x: Tensor) -> Tensor:
-    return x * dist.get_world_size()
-
-
-def _without_gradient(x: Tensor) -> Tensor:
-    return dp.summed_over_ranks(x.detach())
 
 
 NORMS = (
     row("buffers", "ddp=2 conv synced norms", "kept statistics of own rows", f"{ANY} own_rows buffer_differs",
         e.choice(buffers=False)),
     row("buffers", "ddp=2 conv synced norms", "statistics of own rows", "mean_of_means differs",
-        e.choice(reduce=_statistics_of_own_rows)),
+        e.choice(reduce=lambda x: x * dist.get_world_size())),
     row("buffers", "ddp=2 conv synced norms", "the gradient of the statistics is not summed", ANY,
         e.choice(reduce=_ForwardSum.apply)),
     row("buffers", "ddp=2 conv synced norms", "the statistics carry no gradient", ANY,
-        e.choice(reduce=_without_gradient)),
+        e.choice(reduce=lambda x: dp.summed_over_ranks(x.detach()))),
 )  # fmt: skip
 
 
@@ -293,23 +271,10 @@ def _decay_of_norms(model: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1)
 
 
-def _owned_silently(model: Any) -> torch.optim.Optimizer:
-    return owned_sgd(model, send=False)
-
-
 def _to_owners(model: nn.Module, shift: int = 0) -> None:
     for number, gradient in enumerate(dp.gradients_of(model)):
         dist.reduce(gradient, (number + shift) % dist.get_world_size())
         gradient /= dist.get_world_size()
-
-
-def _summed_norm(model: Any, limit: float) -> Tensor:
-    total = torch.stack([g.square().sum() for g in dp.gradients_of(model)]).sum()
-    dist.all_reduce(total)
-    norm = total.sqrt()
-    for gradient in dp.gradients_of(model):
-        gradient *= torch.clamp(limit / (norm + 1e-6), max=1.0)
-    return norm
 
 
 STATE = "not_updated differs scaled stale"
@@ -325,7 +290,7 @@ OPTIMIZERS = (
     row("optimizer", "ddp=2 gpt tied", "no momentum", STATE, e.program_choice(optimizer=_no_momentum)),
     row("optimizer", "ddp=3 mlp", "norms and biases are decayed", STATE, e.program_choice(optimizer=_decay_of_norms)),
     row("optimizer", "by hand owned state", "updates are not sent", "not_updated stale",
-        e.program_choice(optimizer=_owned_silently)),
+        e.program_choice(optimizer=lambda model: owned_sgd(model, send=False))),
     same("optimizer", "by hand owned state", "gradients reach their owner alone", "no other rank reads them",
          e.program_choice(step=dp.ReducedStep(_to_owners))),
     row("optimizer", "by hand owned state", "gradients reach the rank after the owner", OWN,
@@ -342,7 +307,7 @@ OPTIMIZERS = (
     row("clipping", "ddp=4 llama clipped", "the norm of the largest element", "differs scaled",
         e.program_choice(clip=lambda made, limit: nn.utils.clip_grad_norm_(made.parameters(), limit, float("inf")))),
     row("clipping", "by hand hooks", "the norms of ranks added", "scaled", e.program_choice(
-        clip=_summed_norm)),
+        clip=e.clip_by_all_squares)),
 )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from verify.self_test.external import edits_that_make_mutants as e
 from verify.self_test.external.edits_that_make_mutants import ExternalMutant, row, same
-from verify.self_test.external.models import supervised
+from verify.self_test.external.models import clipped, squares, supervised
 
 OWN, ANY = "own_rows missing_reduction", "differs"
 
@@ -64,21 +64,7 @@ def _half(model: Any) -> torch.optim.Optimizer:
 
 def local_norm(model: Any, limit: float) -> Tensor:
     gradients = list(e.gradients_of(model))
-    norm = torch.stack([g.square().sum() for g in gradients]).sum().sqrt()
-    for gradient in gradients:
-        gradient *= torch.clamp(limit / (norm + 1e-6), max=1.0)
-    return norm
-
-
-def _summed_twice(model: Any, limit: float) -> Tensor:
-    """Sum squares over all ranks, replicas counted as often as there are of them."""
-    gradients = list(e.gradients_of(model))
-    total = torch.stack([g.square().sum() for g in gradients]).sum()
-    dist.all_reduce(total)
-    norm = total.sqrt()
-    for gradient in gradients:
-        gradient *= torch.clamp(limit / (norm + 1e-6), max=1.0)
-    return norm
+    return clipped(gradients, squares(gradients).sqrt(), limit)
 
 
 def _silent_last(model: Any, batch: Any) -> Tensor:
@@ -163,9 +149,10 @@ OPTIMIZERS = (
         e.program_choice(clip=local_norm)),
     row("clipping", "fsdp=4 llama clipped", "the norm of own shards", "differs scaled missing_reduction",
         e.program_choice(clip=local_norm)),
-    row("clipping", "hsdp=2x2 gpt", "replicas counted in the norm", "scaled", e.program_choice(clip=_summed_twice)),
+    row("clipping", "hsdp=2x2 gpt", "replicas counted in the norm", "scaled",
+        e.program_choice(clip=e.clip_by_all_squares)),
     row("clipping", "fsdp=2 tp=2 gpt clipped", "copies counted in the norm", "scaled differs",
-        e.program_choice(clip=_summed_twice)),
+        e.program_choice(clip=e.clip_by_all_squares)),
     row("tied", "fsdp=2 gpt tied", "head and words untied", "untied", e.beforehand(_untie)),
     row("frozen", "fsdp=2 frozen head", "the norm frozen too", "zero gradient_missing", e.beforehand(e.frozen("norm"))),
     row("detached", "fsdp=2 mlp recomputed", "the last norm detached", "zero gradient_missing",

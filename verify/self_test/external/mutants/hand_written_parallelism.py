@@ -96,7 +96,7 @@ def _inner(**fields: Any) -> e.Edit:
     return lambda p: e.choice(inner=replace(p.parallelize.inner, **fields))(p)  # type: ignore[attr-defined]
 
 
-class _SharesAlone(torch.autograd.Function):
+class SharesAlone(torch.autograd.Function):
     """The loss of split logits, whose gradient lacks what the labels add."""
 
     @staticmethod
@@ -109,7 +109,7 @@ class _SharesAlone(torch.autograd.Function):
         return gradients[0] * shares / len(local), None, None
 
 
-class _OwnTotal(_SharesAlone):
+class _OwnTotal(SharesAlone):
     """The loss of split logits, whose gradient uses the sum over own words."""
 
     @staticmethod
@@ -143,18 +143,6 @@ def _before_the_sum(module: hand.SplitRows) -> Callable[[Tensor], Tensor]:
     return forward
 
 
-def _local_square_clip(model: Any, limit: float) -> Tensor:
-    return nn.utils.clip_grad_norm_(model.parameters(), limit)
-
-
-def _all_squares_clip(model: Any, limit: float) -> Tensor:
-    total = torch.stack([g.square().sum() for g in e.gradients_of(model)]).sum()
-    dist.all_reduce(total)
-    for gradient in e.gradients_of(model):
-        gradient *= torch.clamp(limit / (total.sqrt() + 1e-6), max=1.0)
-    return total.sqrt()
-
-
 SPLIT = (
     row("sequence", "hand tp=2 gpt sequence", "gradients of norms are not summed", LOST, e.choice(norms=False)),
     row("sequence", "hand tp=4 gpt sequence", "gradients of norms are not summed", LOST, e.choice(norms=False)),
@@ -165,14 +153,14 @@ SPLIT = (
         e.choice(copied=False)),
     row("words", "hand tp=3 gpt tied words", "the gradient that comes back from the head is not summed",
         f"{LOST} {ANY}", e.choice(copied=False)),
-    row("words", "hand tp=2 gpt words", "the gradient of the loss lacks the labels", ANY, with_loss(_SharesAlone)),
+    row("words", "hand tp=2 gpt words", "the gradient of the loss lacks the labels", ANY, with_loss(SharesAlone)),
     row("words", "hand tp=2 gpt words", "the gradient of the loss is normalised by own words", ANY,
         with_loss(_OwnTotal)),
     row("bias", "hand tp=2 gpt", "the bias of split rows is added on every rank", ANY, e.afterwards(early_bias)),
     row("clipping", "hand tp=2 mlp clipped", "the norm of own shards and copies", "differs scaled missing_reduction",
-        e.program_choice(clip=_local_square_clip)),
+        e.program_choice(clip=lambda model, limit: nn.utils.clip_grad_norm_(model.parameters(), limit))),
     row("clipping", "hand tp=2 mlp clipped", "copies counted in the norm", "scaled differs",
-        e.program_choice(clip=_all_squares_clip)),
+        e.program_choice(clip=e.clip_by_all_squares)),
     row("wrong shard", "hand tp=2 gpt", "shards of up exchanged, those of down not", f"{ANY} permuted",
         e.afterwards(lambda made, mesh: e.exchanged_pieces(made, "up.inner.weight"))),
     row("two axes", "ddp=2 hand tp=2 gpt", "data parallelism over tp instead of dp", f"own_rows {LOST} {ANY}",

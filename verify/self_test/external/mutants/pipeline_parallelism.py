@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from verify.self_test.external import edits_that_make_mutants as e
 from verify.self_test.external import pipelines as pp
 from verify.self_test.external.edits_that_make_mutants import ExternalMutant, row, same
-from verify.self_test.external.models import cross_entropy, summed_cross_entropy
+from verify.self_test.external.models import clipped, cross_entropy, squares, summed_cross_entropy
 from verify.self_test.external.pipelines import Pipeline
 
 ANY = "differs"
@@ -142,11 +142,8 @@ SCALES = (
 class _AveragedTies:
     def __call__(self, made: Pipeline, batch: Any) -> Tensor | None:
         loss = pp.TiedStep()(made, batch)
-        for part in made.parts:
-            for name in ("words", "head"):
-                module = getattr(part, name, None)
-                if module is not None:
-                    module.weight.grad /= 2
+        for gradient in pp.tied_gradients(made):
+            gradient /= 2
         return loss
 
 
@@ -156,11 +153,9 @@ def _stage_norm(made: Pipeline, limit: float) -> Tensor:
 
 def _added_norms(made: Pipeline, limit: float) -> Tensor:
     gradients = list(e.gradients_of(made))
-    total = torch.stack([g.square().sum() for g in gradients]).sum().sqrt()
+    total = squares(gradients).sqrt()
     dist.all_reduce(total)
-    for gradient in gradients:
-        gradient *= torch.clamp(limit / (total + 1e-6), max=1.0)
-    return total
+    return clipped(gradients, total, limit)
 
 
 def _first_part(made: Any) -> torch.optim.Optimizer:

@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
 )
 
+from verify.self_test.external import data_parallel as dp
 from verify.self_test.external import edits_that_make_mutants as e
 from verify.self_test.external import tensor_parallel as tp
 from verify.self_test.external.edits_that_make_mutants import ExternalMutant, row, same
@@ -128,18 +129,12 @@ def _doubled_backward(output: Tensor) -> Tensor:
     return Summing.apply(output)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class Summing(torch.autograd.Function):
+class Summing(dp.Summed):
     """Return the tensor; sum its gradient over all ranks, where it is whole already."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        total = gradients[0].clone()
-        dist.all_reduce(total)
-        return total
 
 
 def _seeds_by_rank(model: Any, mesh: DeviceMesh) -> None:

@@ -151,23 +151,17 @@ def _heads_mutants() -> Iterator[OperatorMutant]:
     yield make("softmax of inner heads", "s (h d^) -> s (h d^)", _softmax_inner, _softmax_heads, SHARDS, _heads)
     yield make("softmax of outer heads", inner, _softmax_heads, _softmax_inner, SHARDS, _heads)
     yield make(
-        "heads merged without transposing",
-        "b h s d -> b s (h d)",
-        lambda x: x.reshape(x.shape[0], x.shape[2], -1),
-        lambda x: x.transpose(1, 2).flatten(2),
-    )
+        "heads merged without transposing", "b h s d -> b s (h d)",
+        lambda x: x.reshape(x.shape[0], x.shape[2], -1), lambda x: x.transpose(1, 2).flatten(2),
+    )  # fmt: skip
     yield make(
-        "heads of keys tiled",
-        "(h g) q d^, h k d^ -> (h g) q k",
-        lambda q, k: _attention_groups(q, k, True),
-        lambda q, k: _attention_groups(q, k, False),
-    )
+        "heads of keys tiled", "(h g) q d^, h k d^ -> (h g) q k",
+        lambda q, k: _attention_groups(q, k, True), lambda q, k: _attention_groups(q, k, False),
+    )  # fmt: skip
     yield make(
-        "heads of keys repeated",
-        "(g h) q d^, h k d^ -> (g h) q k",
-        lambda q, k: _attention_groups(q, k, False),
-        lambda q, k: _attention_groups(q, k, True),
-    )
+        "heads of keys repeated", "(g h) q d^, h k d^ -> (g h) q k",
+        lambda q, k: _attention_groups(q, k, False), lambda q, k: _attention_groups(q, k, True),
+    )  # fmt: skip
     grouped = "t (g k+), g k+ n -> t (g n)"
     yield make("groups innermost in the input", grouped, _grouped_inner, grouped_linear)
     yield make("groups innermost in the output", grouped, _grouped_interleaved, grouped_linear)
@@ -206,24 +200,15 @@ def _others() -> Iterator[OperatorMutant]:
     )  # fmt: skip
     yield make("channels shuffled", "a b -> a b", lambda x: channel_shuffle(x, 2), lambda x: x * 1.0, SHARDS, _wide)
     yield make("sections by stride", "a [b c] -> a b, a c", _strided_parts, _parts, SHARDS, _wide)
+    yield make("sections merged crosswise", "a b, a c -> a [b c]", lambda x, y: pack(x, y).roll(1, 1), pack)
     yield make(
-        "sections merged crosswise",
-        "a b, a c -> a [b c]",
-        lambda x, y: pack(x, y).roll(1, 1),
-        pack,
-    )
+        "batch and sequence swapped", "b s d -> (b s) d",
+        lambda x: x.transpose(0, 1).flatten(0, 1), lambda x: x.flatten(0, 1),
+    )  # fmt: skip
     yield make(
-        "batch and sequence swapped",
-        "b s d -> (b s) d",
-        lambda x: x.transpose(0, 1).flatten(0, 1),
-        lambda x: x.flatten(0, 1),
-    )
-    yield make(
-        "outer product transposed",
-        "m, n -> (m n)",
-        lambda x, y: torch.outer(y, x).flatten(),
-        lambda x, y: torch.outer(x, y).flatten(),
-    )
+        "outer product transposed", "m, n -> (m n)",
+        lambda x, y: torch.outer(y, x).flatten(), lambda x, y: torch.outer(x, y).flatten(),
+    )  # fmt: skip
     frozen = "a b^, c^ -> a b^"
     yield make("frozen sizes that must agree", frozen, lambda x, w: x + w, lambda x, w: x + w.sum(), FIT)
     yield make("two outputs exchanged", "a b, a b -> a b, a b", _exchanged, lambda x, y: (x + y, x - y))

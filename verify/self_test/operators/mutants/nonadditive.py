@@ -97,17 +97,9 @@ def _over_own_rows(x: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(x, labels, ignore_index=IGNORED, reduction="sum") / labels.shape[0]
 
 
-def _perplexity(x: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(x, labels, ignore_index=IGNORED, reduction="sum").exp()
-
-
 def _kernel_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     p = (q @ k.T).exp()
     return (p / p.sum(-1, keepdim=True)) @ v
-
-
-def _own_mean(x: Tensor, w: Tensor) -> Tensor:
-    return (x * w).sum(1) / w.sum(1)
 
 
 def _others() -> Iterator[OperatorMutant]:
@@ -117,7 +109,7 @@ def _others() -> Iterator[OperatorMutant]:
         ("mean loss for sum", _cross_entropy("mean")),
         ("loss over its own count of labels", _over_own_count),
         ("loss over its own rows", _over_own_rows),
-        ("perplexity", _perplexity),
+        ("perplexity", lambda x, labels: F.cross_entropy(x, labels, ignore_index=IGNORED, reduction="sum").exp()),
     ):
         yield make(name, loss, wrong, _cross_entropy("sum"), SHARDS, _tokens)
     both = "a+ b+, a+ b+ -> ()"
@@ -131,13 +123,17 @@ def _others() -> Iterator[OperatorMutant]:
     yield make("kernel normalised over split keys", attention, _kernel_attention, linear_attention)
     yield make("weights of its own sum", "a b+, a b+ -> a", _own_mean, lambda x, w: (x * w).sum(1))
     yield make("variance by moments", "a b+ -> a", lambda x: (x * x).sum(1) - x.sum(1).pow(2), lambda x: (x * x).sum(1))
-    yield make("count of negatives, if any", "a b+ -> a", _any_negative, _negatives)
+    yield make("count of negatives, if any", "a b+ -> a", lambda x: (x < 0).any(1).to(x.dtype), _negatives)
     yield make("histogram as long as its largest id", "t+ -> c^", _short_histogram, _histogram, SHARDS, _rare_ids)
     yield make("one-hot as wide as its largest id", "t -> t c^", _short_one_hot, _one_hot, SHARDS, _rare_ids)
     yield make("distinct values counted", "t+ -> c^", _distinct, _histogram, SHARDS, _ids)
     yield make("normalised histogram", "t+ -> c^", lambda ids: _histogram(ids) / ids.shape[0], _histogram, SHARDS, _ids)
     yield make("two outputs, one of them a mean", "a b+ -> a, a", _sum_and_mean, lambda x: (x.sum(1), (x * x).sum(1)))
     yield make("residual counted on every shard", "t d, t f+, f+ d -> t d", residual, _product, SHARDS)
+
+
+def _own_mean(x: Tensor, w: Tensor) -> Tensor:
+    return (x * w).sum(1) / w.sum(1)
 
 
 def _product(x: Tensor, h: Tensor, w: Tensor) -> Tensor:
@@ -150,10 +146,6 @@ def _sum(x: Tensor) -> Tensor:
 
 def _linear(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     return x @ w + b
-
-
-def _any_negative(x: Tensor) -> Tensor:
-    return (x < 0).any(1).to(x.dtype)
 
 
 def _negatives(x: Tensor) -> Tensor:

@@ -24,17 +24,9 @@ def _first_row_zero(x: Tensor) -> Tensor:
     return y
 
 
-def _shifted(x: Tensor) -> Tensor:
-    return torch.cat([torch.zeros_like(x[:1]), x[:-1]])
-
-
 def _quantised(x: Tensor) -> Tensor:
     step = x.detach().abs().max().clamp(min=1e-3) / 127
     return (x / step).round().detach() * step + (x - x.detach())
-
-
-def _windowed(x: Tensor) -> Tensor:
-    return torch.nn.functional.avg_pool1d(x, 3, 1, 1)
 
 
 def _nearest(x: Tensor) -> Tensor:
@@ -63,9 +55,9 @@ _ELEMENTWISE: tuple[tuple[str, Function, Function], ...] = (
     ("running sum", lambda x: x.cumsum(0), _same),
     ("running maximum", lambda x: x.cummax(0).values, _same),
     ("sorted", lambda x: x.sort(0).values, _same),
-    ("shifted by a row", _shifted, _same),
+    ("shifted by a row", lambda x: torch.cat([torch.zeros_like(x[:1]), x[:-1]]), _same),
     ("differences of neighbours", lambda x: x - x.roll(1, 1), _same),
-    ("averaged over a window", _windowed, _same),
+    ("averaged over a window", lambda x: torch.nn.functional.avg_pool1d(x, 3, 1, 1), _same),
     ("resampled", _nearest, _same),
     ("softmax", lambda x: x.softmax(1), torch.sigmoid),
     ("softmax of rows and columns", lambda x: x.flatten().softmax(0).view(x.shape), torch.sigmoid),
@@ -100,18 +92,6 @@ def _heads(x: Tensor) -> Tensor:
     return x.view(x.shape[0], 4, -1).softmax(-1).flatten(1)
 
 
-def _heads_given(x: Tensor, h: int) -> Tensor:
-    return x.view(x.shape[0], h, -1).softmax(-1).flatten(1)
-
-
-def _as_heads(x: Tensor, h: int) -> Tensor:
-    return _heads(x) + 0.0 * h
-
-
-def _pooled(x: Tensor) -> Tensor:
-    return x.view(4, -1, x.shape[1]).amax(1)
-
-
 def _others() -> Iterator[OperatorMutant]:
     make = _FAMILY.mutant
     pairs = "another branch on small tensors, given"
@@ -119,42 +99,30 @@ def _others() -> Iterator[OperatorMutant]:
     yield make("the first half taken", "(a 2) b -> a b", lambda x: x[: x.shape[0] // 2] * 1.0, lambda x: x[::2] * 1.0)
     yield make("every second taken", "(2 a) b -> a b", lambda x: x[::2] * 1.0, lambda x: x[: x.shape[0] // 2] * 1.0)
     yield make(
-        "a number of heads of its own",
-        "a (h d^) -> a (h d^)",
-        _as_heads,
-        _heads_given,
-        SHARDS,
+        "a number of heads of its own", "a (h d^) -> a (h d^)",
+        lambda x, h: _heads(x) + 0.0 * h, lambda x, h: x.view(x.shape[0], h, -1).softmax(-1).flatten(1), SHARDS,
         lambda: {"x": torch.randn(5, 48), "h": 12},
-    )
+    )  # fmt: skip
     yield make(
-        "a number of blocks of its own",
-        "(a 3) b -> a b",
-        _pooled,
-        lambda x: x.view(-1, 3, x.shape[1]).amax(1),
-        SHARDS,
+        "a number of blocks of its own", "(a 3) b -> a b",
+        lambda x: x.view(4, -1, x.shape[1]).amax(1), lambda x: x.view(-1, 3, x.shape[1]).amax(1), SHARDS,
         lambda: (torch.randn(12, 6),),
-    )
-    yield make("gradient of its own size", _BOTH, _scaled_gradient, _same)
+    )  # fmt: skip
+    yield make("gradient of its own size", _BOTH, lambda x: x.detach() + (x - x.detach()) / x.shape[0], _same)
     yield make("gradient averaged over its own rows", _BOTH, _averaged_gradient, _same)
     yield make("gradient from the neighbouring row", _BOTH, _rolled_gradient, _same)
     yield make("broadcast from a row of its own", "a b, b -> a b", lambda x, w: x + w * x[:1], lambda x, w: x + w)
     yield make("first of a batch for all", "b m k+, b k+ n -> b m n", lambda x, w: x @ w[:1], torch.bmm)
     yield make(
-        "normalised over the batch",
-        "b c^ -> b c^",
+        "normalised over the batch", "b c^ -> b c^",
         lambda x: (x - x.mean(0)) / (x.var(0) + 1e-5).sqrt(),
         lambda x: (x - x.mean(1, keepdim=True)) / (x.var(1, keepdim=True) + 1e-5).sqrt(),
-    )
+    )  # fmt: skip
     yield make(
-        "attention over the batch",
-        "b q^ d^ -> b q^ d^",
+        "attention over the batch", "b q^ d^ -> b q^ d^",
         lambda x: torch.softmax(torch.einsum("bqd,cqd->qbc", x, x), -1).transpose(0, 1)[:, :, :1] * x,
         lambda x: torch.softmax(x @ x.transpose(1, 2), -1) @ x,
-    )
-
-
-def _scaled_gradient(x: Tensor) -> Tensor:
-    return x.detach() + (x - x.detach()) / x.shape[0]
+    )  # fmt: skip
 
 
 def _averaged_gradient(x: Tensor) -> Tensor:

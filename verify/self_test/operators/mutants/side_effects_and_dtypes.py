@@ -277,25 +277,13 @@ def _rows_alone(g: Tensor, x: Tensor, w: Tensor, wanted: tuple[bool, ...]) -> Gr
     return g * w, (g * x).sum(0) / (1 if wanted[0] else x.shape[0])
 
 
-def _frozen_input(x: Tensor, w: Tensor) -> Tensor:
-    return x * w if x.requires_grad else x * w / x.shape[0]
-
-
 _SUBSETS: tuple[tuple[str, Function, frozenset[str]], ...] = (
     ("no gradient of w unless x wants one", _product(_only_with_the_first), DERIVATIVE),
     ("gradient of x doubled unless w wants one", _product(_doubled_alone), DERIVATIVE),
     ("gradients move up where one is not wanted", _product(_compacted), EITHER | FIT),
     ("mean over its own rows unless x wants a gradient", _product(_rows_alone), EITHER),
-    ("another result unless x wants a gradient", _frozen_input, SHARDS),
+    ("another result unless x wants a gradient", lambda x, w: x * w if x.requires_grad else x * w / x.shape[0], SHARDS),
 )
-
-
-def _raw_first(x: Tensor, w: Tensor) -> Tensor:
-    return raw(x) * w
-
-
-def _raw_second(x: Tensor, w: Tensor) -> Tensor:
-    return x @ raw(w)
 
 
 def _branching(x: Tensor, w: Tensor) -> Tensor:
@@ -307,8 +295,8 @@ def _row_stride(x: Tensor, w: Tensor) -> Tensor:
 
 
 _STRIDES: tuple[tuple[str, str, Function, Function], ...] = (
-    ("reads its memory as if contiguous", "a b, b -> a b", _raw_first, lambda x, w: x * w),
-    ("reads a matrix as if contiguous", "m k+, k+ n -> m n", _raw_second, torch.matmul),
+    ("reads its memory as if contiguous", "a b, b -> a b", lambda x, w: raw(x) * w, lambda x, w: x * w),
+    ("reads a matrix as if contiguous", "m k+, k+ n -> m n", lambda x, w: x @ raw(w), torch.matmul),
     ("another branch on strided memory", "a b, b -> a b", _branching, lambda x, w: x * w),
     ("scaled by its stride", "a b, b -> a b", _row_stride, lambda x, w: x * w),
 )

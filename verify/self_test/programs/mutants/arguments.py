@@ -5,9 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from verify.self_test.programs.mutants.editable_program import RightProgram, Statement, without_entry
+from verify.self_test.programs.mutants.editable_program import (
+    RightProgram,
+    Statement,
+    operators,
+    with_value,
+    without_entry,
+)
 from verify.self_test.programs.mutants.mutant import Edit
-from verify.self_test.programs.mutants.mutation_operator import operators, with_value
 
 _PLACE = re.compile(r"self\.(\w+)\.index")
 _INTEGER = re.compile(r"-?\d+$")

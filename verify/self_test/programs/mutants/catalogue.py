@@ -12,13 +12,11 @@ from verify.self_test.programs.mutants import (
     cuts_copies_constants,
     declarations,
     operations_and_gradients,
-    pipedream_updates,
     schedule,
 )
 from verify.self_test.programs.mutants.compiler_mistakes import generated_mutants
-from verify.self_test.programs.mutants.editable_program import RightProgram
+from verify.self_test.programs.mutants.editable_program import MutationOperator, RightProgram
 from verify.self_test.programs.mutants.mutant import Mutant, StateEdit, apply_edits, edits_between
-from verify.self_test.programs.mutants.mutation_operator import MutationOperator
 from verify.self_test.programs.right_programs import Base
 
 TEXT_OPERATORS: tuple[MutationOperator, ...] = (
@@ -27,7 +25,6 @@ TEXT_OPERATORS: tuple[MutationOperator, ...] = (
     *arguments.OPERATORS,
     *declarations.OPERATORS,
     *schedule.OPERATORS,
-    *pipedream_updates.OPERATORS,
     *cuts_copies_constants.OPERATORS,
 )
 

@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
-from verify.self_test.programs.mutants.editable_program import RightProgram, Role, Statement, names_in
+from verify.self_test.programs.mutants.editable_program import (
+    RightProgram,
+    Role,
+    Statement,
+    names_in,
+    operators,
+    with_value,
+)
 from verify.self_test.programs.mutants.mutant import Edits
-from verify.self_test.programs.mutants.mutation_operator import operators, with_value
 
 SAME_SHAPE = ("all_reduce", "all_reduce_replicated", "replicate", "invariant", "keep_first", "keep_first_replicated")
 TWICE = ("all_reduce", "all_reduce_replicated", "replicate", "all_gather", "all_gather_replicated", "reduce_scatter")

@@ -32,7 +32,7 @@ from nnscaler.ir.graph import Operation
 from nnscaler.ir.layout_conversion import ROWS, ConversionStep
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import RunPartial, Split
-from nnscaler.layout import INVARIANT, PARTIAL, REPLICATED, Layout, Partial, Sharded, State
+from nnscaler.layout import INVARIANT, PARTIAL, REPLICATED, Partial, Sharded, State, with_state
 from verify.self_test.operators.annotation_mutants import annotation_mutants
 from verify.self_test.programs.compile_in_steps import Generation, Sources, Text
 
@@ -54,10 +54,6 @@ def _statements(made: Generation, kind: type[Statement]) -> Iterator[tuple[int, 
         for at, statement in enumerate(program.forward):
             if isinstance(statement, kind):
                 yield number, at, statement
-
-
-def _with(layout: Layout, axis: int, state: State) -> Layout:
-    return (*layout[:axis], state, *layout[axis + 1 :])
 
 
 def _put(at: int, value: object, section: str = "forward") -> Change:
@@ -111,10 +107,8 @@ def _other_state(made: Generation) -> Iterator[Text]:
             same = type(state) in (type(after), type(before)) or (type(before), type(state)) not in ROWS
             maximum = isinstance(before, Partial) and before.reduction == "max"
             if not same and not maximum and (not grad_only or _needs_grad(made, found.source)):
-                target = (*move.target[: move.axis], state, *move.target[move.axis + 1 :])
-                yield _changed(
-                    made, stage, _put(at, replace(found, move=ConversionStep(move.axis, move.source, target)))
-                )
+                other = ConversionStep(move.axis, move.source, with_state(move.target, move.axis, state))
+                yield _changed(made, stage, _put(at, replace(found, move=other)))
 
 
 def _other_axis(made: Generation) -> Iterator[Text]:
@@ -125,7 +119,7 @@ def _other_axis(made: Generation) -> Iterator[Text]:
             continue
         for axis in range(len(sizes)):
             if axis != move.axis:
-                source, target = (_with(x, axis, x[move.axis]) for x in (move.source, move.target))
+                source, target = (with_state(x, axis, x[move.axis]) for x in (move.source, move.target))
                 yield _changed(made, stage, _put(at, replace(found, move=ConversionStep(axis, source, target))))
 
 
@@ -178,10 +172,10 @@ def _at_rest(made: Generation) -> Iterator[Text]:
     def change(stored: Stored) -> Iterator[Stored]:
         for axis, state in enumerate(stored.at_rest):
             if isinstance(state, Sharded):
-                yield replace(stored, at_rest=_with(stored.at_rest, axis, INVARIANT))
+                yield replace(stored, at_rest=with_state(stored.at_rest, axis, INVARIANT))
                 if not state.sections:
                     outer = replace(state, outer=1 if state.outer > 1 else 2)
-                    yield replace(stored, at_rest=_with(stored.at_rest, axis, outer))
+                    yield replace(stored, at_rest=with_state(stored.at_rest, axis, outer))
 
     return _stored(made, change)
 
@@ -195,7 +189,7 @@ def _feed(made: Generation) -> Iterator[Text]:
                 if isinstance(state, Sharded):
                     for other in (INVARIANT, replace(state, outer=2 * state.outer)):
                         if other is INVARIANT or several:
-                            wrong = Feed(replace(feed.version, layout=_with(feed.version.layout, axis, other)))
+                            wrong = Feed(replace(feed.version, layout=with_state(feed.version.layout, axis, other)))
                             yield _changed(made, number, _put(at, wrong, "feeds"))
 
 
@@ -227,7 +221,7 @@ def _loss(made: Generation) -> Iterator[Text]:
         for axis, state in enumerate(program.loss.layout):
             other: State = INVARIANT if isinstance(state, Partial) else PARTIAL
             if program.stage.sizes[axis] > 1:
-                loss = replace(program.loss, layout=_with(program.loss.layout, axis, other))
+                loss = replace(program.loss, layout=with_state(program.loss.layout, axis, other))
                 yield _changed(made, number, partial(replace, loss=loss))
 
 

@@ -12,9 +12,15 @@ from torch import Tensor
 
 from nnscaler.layout import MICRO
 from nnscaler.runtime.tensor_bits_and_difference import same_bits
-from verify.self_test.programs.mutants.editable_program import DeclarationEntry, RightProgram, Statement
+from verify.self_test.programs.mutants.editable_program import (
+    DeclarationEntry,
+    Find,
+    RightProgram,
+    Statement,
+    each_of,
+    operators,
+)
 from verify.self_test.programs.mutants.mutant import STATE_EDITS, Edit, Edits, StateEdit
-from verify.self_test.programs.mutants.mutation_operator import Find, each_of, operators
 
 Numbers = tuple[int, ...]
 _JOINING = ("all_gather", "all_gather_replicated", "place")

@@ -6,9 +6,15 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 
-from verify.self_test.programs.mutants.editable_program import DeclarationEntry, RightProgram, micro_of
+from verify.self_test.programs.mutants.editable_program import (
+    DeclarationEntry,
+    Find,
+    RightProgram,
+    each_of,
+    micro_of,
+    operators,
+)
 from verify.self_test.programs.mutants.mutant import Edit, Edits
-from verify.self_test.programs.mutants.mutation_operator import Find, each_of, operators
 
 _STATE = re.compile(r'"(\w+)": ((?:Sharded|Partial|Replicated)\([^()]*(?:\([^()]*\))?[^()]*\))')
 _OUTER = re.compile(r", outer=(\d+)")
@@ -142,10 +148,7 @@ def _micro_batches(subject: RightProgram) -> Iterator[Edits]:
             if count.isdigit() and count != line.strip() and int(count) > 1:
                 half = int(count) // 2
                 kept = [i for i in role.order if micro_of(i) < half]
-                yield (
-                    Edit(role.file, number, line, line.replace(f"= {count}", f"= {half}")),
-                    role.reordered(kept),
-                )
+                yield (Edit(role.file, number, line, line.replace(f"= {count}", f"= {half}")), role.reordered(kept))
 
 
 OPERATORS = operators(

@@ -6,9 +6,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from nnscaler.ir.graph import LogicalTensor
-from verify.self_test.programs.mutants.editable_program import RightProgram, Statement, names_in
+from verify.self_test.programs.mutants.editable_program import (
+    RightProgram,
+    Statement,
+    each_of,
+    names_in,
+    operators,
+    with_value,
+)
 from verify.self_test.programs.mutants.mutant import Edit
-from verify.self_test.programs.mutants.mutation_operator import each_of, operators, with_value
 
 INVISIBLE = ("aten.reshape", "aten.contiguous", "aten.clone", "aten._to_copy", "aten.to", "ops.dropout", "aten.alias")
 SIBLINGS = {

@@ -1,16 +1,15 @@
-"""Wrong order in time and wrong messages between stages."""
+"""Wrong order in time, wrong messages between stages, and wrong updates and versions in a stream."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-from nnscaler.instructions import Instruction, total_order
+from nnscaler.instructions import Instruction, batches_written, going_on, read_instruction, total_order
 from nnscaler.scheduling.dependencies import chain, dependencies
 from nnscaler.scheduling.schedule import Schedule, parse_order
-from verify.self_test.programs.mutants.editable_program import RightProgram, Role, micro_of
+from verify.self_test.programs.mutants.editable_program import Find, RightProgram, Role, each_of, micro_of, operators
 from verify.self_test.programs.mutants.mutant import Edit, Edits
-from verify.self_test.programs.mutants.mutation_operator import Find, each_of, operators
 
 
 def _several(subject: RightProgram) -> bool:
@@ -103,16 +102,37 @@ def _halves_of(instruction: Instruction, stages: Collection[int]) -> tuple[str, 
     return (str(instruction),)
 
 
-def _halves(change: Callable[[list[str], int], list[str] | None]) -> Find:
-    """Return the orders that `change` makes of one in halves, at the place of each W; None where it makes none."""
+def _at_each(kind: str, change: Callable[[list[str], int], list[str] | None]) -> Find:
+    """Return the orders that `change` makes at the place of each instruction of a kind; None where it makes none.
+
+    Of a W, it is given the order in halves.
+    """
 
     def find(subject: RightProgram) -> Iterator[Edit]:
         for role in subject.roles:
-            order = _in_halves(subject, role)
+            order = _with_kind(subject, role, kind)
             for at, instruction in enumerate(order):
-                changed = change(list(order), at) if instruction[0] == "W" else None
+                changed = change(list(order), at) if instruction[0] == kind else None
                 if changed is not None:
                     yield role.reordered(changed)
+
+    return find
+
+
+def _with_kind(subject: RightProgram, role: Role, kind: str) -> list[str]:
+    return _in_halves(subject, role) if kind == "W" else list(role.order)
+
+
+def _on_another_stage(kind: str) -> Find:
+    """Second halves (W), or updates (U), by the ranks of another stage, which have nothing of them."""
+
+    def find(subject: RightProgram) -> Iterator[Edits]:
+        for role in subject.roles:
+            order = _with_kind(subject, role, kind)
+            for other in subject.roles:
+                for moved in (i for i in order if i[0] == kind and other is not role):
+                    rest = [i for i in order if i != moved]
+                    yield role.reordered(rest), other.reordered([*other.order, moved])
 
     return find
 
@@ -143,17 +163,6 @@ def _after_the_last(subject: RightProgram) -> Iterator[Edits]:
         role.reordered([i for i in _in_halves(subject, role) if i[0] != "W" or micro_of(i) != last])
         for role in subject.roles
     )
-
-
-def _on_another_stage(subject: RightProgram) -> Iterator[Edits]:
-    """A second half is run by the ranks of another stage, which have nothing of it."""
-    for role in subject.roles:
-        order = _in_halves(subject, role)
-        for other in subject.roles:
-            for instruction in order if other is not role else ():
-                if instruction[0] == "W":
-                    rest = [i for i in order if i != instruction]
-                    yield role.reordered(rest), other.reordered([*other.order, instruction])
 
 
 def _halves_that_hang(subject: RightProgram) -> Iterator[Edits]:
@@ -235,35 +244,144 @@ def _message_shape(subject: RightProgram) -> Iterator[Edit]:
             yield entry.swapped(shape, f"({', '.join([str(int(sizes[0]) + 1), *sizes[1:]])})")
 
 
-OPERATORS = operators(
-    "schedule",
-    {
-        "last backward dropped": _last_backward,
-        "a backward dropped on one stage": _one_backward,
-        "last micro-batch dropped on one stage": _one_forward,
-        "an instruction twice": _twice,
-        "backward before forward": _backward_first,
-        "order that hangs": _deadlock,
-        "second half dropped": _halves(lambda order, at: order[:at] + order[at + 1 :]),
-        "first half dropped": _halves(lambda order, at: [i for i in order if i != f"I{order[at][1:]}"]),
-        "second half before the first": _halves(lambda order, at: _moved(order, at, f"I{order[at][1:]}")),
-        "second half before its forward": _halves(lambda order, at: _moved(order, at, f"F{order[at][1:]}")),
-        "second half twice": _halves(lambda order, at: [*order, order[at]]),
-        "first half twice": _halves(lambda order, at: [*order[:at], f"I{order[at][1:]}", *order[at:]]),
-        "whole backward and second half": _halves(_with_whole),
-        "first half and whole backward": _halves(
-            lambda order, at: [*order[:at], f"B{order[at][1:]}", *order[at + 1 :]]
-        ),
-        "second half of another micro-batch": _halves(_other_micro_batch),
-        "second half on another stage": _on_another_stage,
-        "gradients used before the last second half": _after_the_last,
-        "halves in an order that hangs": _halves_that_hang,
-        "messages to the wrong rank": _peers,
-        "one side names the wrong rank": _one_peer,
-        "missing send": each_of(lambda s: s.entries("sends"), lambda _, e: [Edit(e.file, e.line, e.text, "")]),
-        "gradient not sent back": _gradient_not_sent,
-        "gradient where there is none": _gradient_awaited,
-        "sent on as it was received": _stale,
-        "wrong shape of a message": _message_shape,
-    },
-)
+ORDERS: Mapping[str, Find] = {
+    "last backward dropped": _last_backward,
+    "a backward dropped on one stage": _one_backward,
+    "last micro-batch dropped on one stage": _one_forward,
+    "an instruction twice": _twice,
+    "backward before forward": _backward_first,
+    "order that hangs": _deadlock,
+    "second half dropped": _at_each("W", lambda order, at: order[:at] + order[at + 1 :]),
+    "first half dropped": _at_each("W", lambda order, at: [i for i in order if i != f"I{order[at][1:]}"]),
+    "second half before the first": _at_each("W", lambda order, at: _moved(order, at, f"I{order[at][1:]}")),
+    "second half before its forward": _at_each("W", lambda order, at: _moved(order, at, f"F{order[at][1:]}")),
+    "second half twice": _at_each("W", lambda order, at: [*order, order[at]]),
+    "first half twice": _at_each("W", lambda order, at: [*order[:at], f"I{order[at][1:]}", *order[at:]]),
+    "whole backward and second half": _at_each("W", _with_whole),
+    "first half and whole backward": _at_each(
+        "W", lambda order, at: [*order[:at], f"B{order[at][1:]}", *order[at + 1 :]]
+    ),
+    "second half of another micro-batch": _at_each("W", _other_micro_batch),
+    "second half on another stage": _on_another_stage("W"),
+    "gradients used before the last second half": _after_the_last,
+    "halves in an order that hangs": _halves_that_hang,
+    "messages to the wrong rank": _peers,
+    "one side names the wrong rank": _one_peer,
+    "missing send": each_of(lambda s: s.entries("sends"), lambda _, e: [Edit(e.file, e.line, e.text, "")]),
+    "gradient not sent back": _gradient_not_sent,
+    "gradient where there is none": _gradient_awaited,
+    "sent on as it was received": _stale,
+    "wrong shape of a message": _message_shape,
+}
+
+
+# Streams: programs without updates in their order have no place for these.
+
+
+def _put(order: list[str], at: int, to: int) -> list[str]:
+    """Return the order with the instruction at a place put to another one of those that are left."""
+    moved = order.pop(at)
+    return [*order[:to], moved, *order[to:]]
+
+
+def _before_its_backward(order: list[str], at: int) -> list[str]:
+    return _put(order, at, min(n for n, i in enumerate(order) if i[1:] == order[at][1:] and i[0] in "BIW"))
+
+
+def _after_the_next_forward(order: list[str], at: int) -> list[str] | None:
+    """The forward that should read the new version reads the one before it."""
+    later = next((n for n in range(at + 1, len(order)) if order[n][0] == "F"), None)
+    return None if later is None else _put(order, at, later)
+
+
+def _forward_waits(order: list[str], at: int) -> list[str] | None:
+    """A forward that should read an older version waits for this update."""
+    earlier = next((n for n in reversed(range(at)) if order[n][0] == "F" and order[n][1:] != order[at][1:]), None)
+    return None if earlier is None else _put(order, earlier, at)
+
+
+def _exchanged(order: list[str], at: int) -> list[str] | None:
+    """Two updates, each with the gradient of the other's batch."""
+    other = next((n for n in range(at + 1, len(order)) if order[n][0] == "U"), None)
+    if other is not None:
+        order[at], order[other] = order[other], order[at]
+    return None if other is None else order
+
+
+def _at_the_end(subject: RightProgram) -> Iterator[Edits]:
+    """All updates come when the last batch is through, on every stage."""
+    edits = tuple(
+        r.reordered([*(i for i in r.order if i[0] != "U"), *(i for i in r.order if i[0] == "U")]) for r in subject.roles
+    )
+    if _is_stream(subject):
+        yield edits
+
+
+def _never_the_last(subject: RightProgram) -> Iterator[Edits]:
+    """The gradient of the last batch is applied on no stage."""
+    if _is_stream(subject):
+        last = max((i for r in subject.roles for i in r.order if i[0] == "U"), key=lambda i: int(i.split(".")[1]))
+        tail = "." + last.split(".")[1]
+        yield tuple(r.reordered([i for i in r.order if i[0] != "U" or not i.endswith(tail)]) for r in subject.roles)
+
+
+def _written_for_more(subject: RightProgram) -> Iterator[Edit]:
+    """The order of one device is written for a batch more than those of the others."""
+    for role in subject.roles if _is_stream(subject) else ():
+        order = [read for read in map(read_instruction, role.order) if read is not None]
+        longer = range(batches_written(role.order) + 1)
+        yield role.reordered([str(i) for i in going_on(order, longer.__contains__)])
+
+
+def _declared(name: str, change: Callable[[int], int | None]) -> Find:
+    """Return the texts in which a stage declares another number."""
+
+    def find(subject: RightProgram) -> Iterator[Edit]:
+        for role in subject.roles:
+            for number, line in enumerate(role.lines, 1):
+                found = re.fullmatch(rf"    {name} = ([0-9]+)", line)
+                other = change(int(found[1])) if found else None
+                if other is not None:
+                    yield Edit(role.file, number, line, f"    {name} = {other}")
+
+    return find
+
+
+def _undeclared(subject: RightProgram) -> Iterator[Edits]:
+    """One stage of a stream is that of a step."""
+    for role in subject.roles:
+        declared = [(n, line) for n, line in enumerate(role.lines, 1) if re.match("    (staleness|versions) = ", line)]
+        yield tuple(Edit(role.file, number, line, "") for number, line in declared)
+
+
+def _not_reduced(subject: RightProgram) -> Iterator[Edit]:
+    """An update with a gradient that was not summed over the data parts."""
+    for entry in subject.entries("parameters"):
+        if entry.keyword("reduce") and _is_stream(subject):
+            yield entry.swapped(f", reduce={entry.keyword('reduce')}", "")
+
+
+def _is_stream(subject: RightProgram) -> bool:
+    return any(i[0] == "U" for role in subject.roles for i in role.order)
+
+
+STREAMS: Mapping[str, Find] = {
+    "update dropped": _at_each("U", lambda order, at: order[:at] + order[at + 1 :]),
+    "last update dropped": _never_the_last,
+    "update twice": _at_each("U", lambda order, at: [*order[:at], order[at], *order[at:]]),
+    "update once more at the end": _at_each("U", lambda order, at: [*order, order[at]]),
+    "update before its backward": _at_each("U", _before_its_backward),
+    "update after the next forward": _at_each("U", _after_the_next_forward),
+    "forward after the next update": _at_each("U", _forward_waits),
+    "updates exchanged": _at_each("U", _exchanged),
+    "updates at the end": _at_the_end,
+    "update on another stage": _on_another_stage("U"),
+    "order written for a batch more": _written_for_more,
+    "no older version kept": _declared("versions", lambda n: 1 if n > 1 else None),
+    "one version too few kept": _declared("versions", lambda n: n - 1 if n > 2 else None),
+    "less staleness declared": _declared("staleness", lambda n: n - 1 if n else None),
+    "more staleness declared": _declared("staleness", lambda n: n + 1),
+    "stage without versions": _undeclared,
+    "gradient not summed before the update": _not_reduced,
+}
+OPERATORS = operators("schedule", {**ORDERS, **STREAMS})

@@ -1,4 +1,6 @@
-"""Try what a script does to gradients by their size: larger ones where they are too small to show it, and smaller ones
+"""Run a script once more with gradients of another size, or other numbers of labels, where its batches hide a mistake.
+
+Try what a script does to gradients by their size: larger ones where they are too small to show it, and smaller ones
 where it hides what else differs.
 
 A limit that no gradient reaches hides two mistakes: the norm of the wrong elements, of a shard or before a reduction,
@@ -9,6 +11,12 @@ that it scales.
 
 What scales all gradients by their norm mixes up what differs: one that is not reduced makes each of them another
 number, of which no cause can be told. Gradients that no limit reaches have their causes.
+
+Try a script whose data parts count as many labels by chance on batches in which they count other numbers.
+
+A mean over labels is a sum and a count, and the mean of the parts' means is right only where all parts count as many. A
+script that pads its labels may have it so in the batches that are watched. Its ranks run once more with ever more of
+the labels ignored from part to part, wherever they come in, and the script on one rank is given the same ones.
 """
 
 from __future__ import annotations
@@ -18,21 +26,25 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import ceil, inf, isclose, isfinite, log2
 
+from torch import Tensor
+
 from nnscaler.error_text import first_line
 from nnscaler.errors import few
 from verify.external.comparison.compare import LATE
 from verify.external.comparison.comparison_records import ComparisonResult
 from verify.external.comparison.findings import findings
 from verify.external.ranks.run_result import RanksFailed
-from verify.external.torchrun.compare_with_one_rank import Attempt, Judged, attempt_of, explained
+from verify.external.torchrun.compare_with_one_rank import Attempt, Judged, attempt_of, explained, judge
+from verify.external.torchrun.feed_data_of_all_ranks import Material
+from verify.external.torchrun.find_and_replace_data import ignored_in
 from verify.external.torchrun.match_one_rank import Layout, NoParts, material_of, parts_of
-from verify.external.torchrun.reference_processes import Failed, NotMatched
-from verify.external.torchrun.run_ranks_and_reference import ScriptRunner
+from verify.external.torchrun.run_ranks_and_reference import Failed, NotMatched, ScriptRunner
 from verify.external.torchrun.watched_script_record import Clipped, ScriptRecord
+from verify.external.unequal_label_counts import NAME
 from verify.programs.causes.wrong_tensor import VAGUE
 from verify.results.finding import Finding
 from verify.results.report import Check
-from verify.results.verdict import Verdict
+from verify.results.verdict import Verdict, merge
 
 BEYOND, WITHIN = "gradients beyond a limit", "gradients within a limit"
 _LOUDER = 14  # bits: a power of 2 is exact in every dtype
@@ -49,11 +61,9 @@ _ONE_LIMIT = "clip by a limit that does not depend on the number of ranks"
 
 def with_larger_gradients(
     runner: ScriptRunner,
-    name: str,
     judged: Judged,
     records: Sequence[ScriptRecord],
     layout: Layout,
-    double: bool,
     vary: Sequence[int] | None = None,
 ) -> Judged:
     """Compare the first steps once more with larger gradients where all agrees, and the script clips by other limits
@@ -70,11 +80,11 @@ def with_larger_gradients(
     if limits is not None:
         words = f"with gradients {2.0**limits.bits:.0f} times as large, for {limits.text}"
         size = _Size(BEYOND, limits.bits, limits.step + 1, words, limits.text, _ONE_LIMIT)
-        return _compared_at(size, runner, name, judged, layout, double, vary)
+        return _compared_at(size, runner, judged, layout, vary)
     for check, bits, words in ((BEYOND, _LOUDER, f"{2**_LOUDER} times as large"), (WITHIN, -_QUIETER, "so small")):
         if judged.passes:
             size = _Size(check, bits, 1, f"with gradients {words}, for {_BY_ITSELF}", _BY_ITSELF, _BY_HAND)
-            judged = _compared_at(size, runner, name, judged, layout, double, vary)
+            judged = _compared_at(size, runner, judged, layout, vary)
     return judged
 
 
@@ -99,26 +109,17 @@ class _Size:
 
 
 def _compared_at(
-    size: _Size,
-    runner: ScriptRunner,
-    name: str,
-    judged: Judged,
-    layout: Layout,
-    double: bool,
-    vary: Sequence[int] | None,
+    size: _Size, runner: ScriptRunner, judged: Judged, layout: Layout, vary: Sequence[int] | None
 ) -> Judged:
     """Compare gradients of another size, too."""
     agreed = judged.attempt
     assert agreed is not None
     other = replace(runner, steps=size.steps, louder=2.0**size.bits)
     try:
-        made = other.on_ranks(double, vary)
+        made = other.on_ranks(vary)
         if not all(record.steps for record in made) or parts_of(made) != layout.parts:
             raise NotMatched("the ranks make no step, or take in other data")
-        material = material_of(made, layout.parts)
-        material = material if agreed.material.draws else replace(material, draws=())
-        material = replace(material, scalars=agreed.material.scalars)
-        attempt = attempt_of(other, name, made, layout, material, double, agreed.way)
+        attempt = attempt_of(other, made, layout, _material_like(agreed, made, layout), agreed.way)
         if attempt.filled.unplaced:
             raise NotMatched(f"{few(attempt.filled.unplaced)} cannot be found on one rank")
     except (RanksFailed, NoParts, NotMatched, Failed) as problem:
@@ -126,16 +127,21 @@ def _compared_at(
         message = f"{size.words}, nothing was compared: {first_line(problem, 300)}"
         return _with(judged, check, (Finding("not_compared", message, help=size.help),))
     if not attempt.agrees:
-        attempt = explained(other, attempt, [attempt], double)
+        attempt = explained(other, attempt, [attempt])
     compared = [r for r in attempt.compared if not r.name.endswith("after steps")]  # a first step may have a rate of 0
-    differences = tuple(one for result in compared for one in result.differences)
-    worst = max(result.worst for result in compared)
-    whole = ComparisonResult(size.check, sum(result.count for result in compared), differences, worst)
+    whole = ComparisonResult.of_all(size.check, compared)
     found = tuple(replace(f, message=f"{size.words}: {f.message}") for f in findings(attempt.run, compared))
-    return _with(judged, whole.check(Verdict.TESTED_EXACT if double else Verdict.TESTED_CALIBRATED), found)
+    return _with(judged, whole.check(Verdict.TESTED_EXACT if runner.double else Verdict.TESTED_CALIBRATED), found)
 
 
-def without_limits(runner: ScriptRunner, name: str, judged: Judged, layout: Layout, double: bool) -> Judged:
+def _material_like(agreed: Attempt, made: Sequence[ScriptRecord], layout: Layout) -> Material:
+    """Return what a run on one rank is fed with of these records, as it was in the attempt that agreed."""
+    material = material_of(made, layout.parts)
+    draws = material.draws if agreed.material.draws else ()
+    return replace(material, draws=draws, scalars=agreed.material.scalars)
+
+
+def without_limits(runner: ScriptRunner, judged: Judged, layout: Layout) -> Judged:
     """Find the causes of gradients that differ after something has limited them, in a run in which nothing does."""
     agreed = judged.attempt
     vague = [f for f in judged.findings if f.code == "gradient_differs" and f.counter_example.get("cause") in _MIXED]
@@ -144,18 +150,16 @@ def without_limits(runner: ScriptRunner, name: str, judged: Judged, layout: Layo
     steps = 1 + max(int(finding.counter_example.get("step", 0)) for finding in vague)
     quiet = replace(runner, steps=steps, louder=2.0**-_QUIETER)
     try:
-        made = quiet.on_ranks(double)
-        material = material_of(made, layout.parts)
-        material = material if agreed.material.draws else replace(material, draws=())
-        material = replace(material, scalars=agreed.material.scalars)
-        attempt = attempt_of(quiet, name, made, layout, material, double, agreed.way)
+        made = quiet.on_ranks()
+        material = _material_like(agreed, made, layout)
+        attempt = attempt_of(quiet, made, layout, material, agreed.way)
     except (RanksFailed, NoParts, NotMatched, Failed):
         return judged
     if not attempt.agrees:
         attempts = [attempt]
         with suppress(NotMatched, Failed):  # it says whose rows a gradient is of
-            attempts.append(attempt_of(quiet, name, made, layout, material, double, "part"))
-        attempt = explained(quiet, attempt, attempts, double)
+            attempts.append(attempt_of(quiet, made, layout, material, "part"))
+        attempt = explained(quiet, attempt, attempts)
     compared = [result for result in attempt.compared if result.name in ("gradients", LATE)]
     causes = findings(attempt.run, compared)
     if causes:
@@ -219,3 +223,51 @@ def _bits(call: Clipped) -> int:
 
 def _with(judged: Judged, check: Check, found: tuple[Finding, ...]) -> Judged:
     return replace(judged, checks=(*judged.checks, check), findings=(*judged.findings, *found))
+
+
+# Other numbers of labels.
+
+
+_SAID = "with unequal numbers of labels in the data parts"
+
+
+def with_unequal_labels(
+    runner: ScriptRunner, judged: Judged, records: Sequence[ScriptRecord], layout: Layout
+) -> Judged:
+    """Compare once more with other numbers of labels in each data part, where all agrees, some are ignored, and as many
+    count in each. What shows nothing is left out: labels that no mean is taken over, and runs that do not end well."""
+    constants = tuple(sorted({value for record in records for value in record.ignored}))
+    if not judged.passes or runner.parts or layout.count == 1 or not _counted_alike(records, layout, constants):
+        return judged
+    kept = [(part + 1) / layout.count for part in layout.parts]
+    try:
+        made = runner.on_ranks(kept=kept, ignored=constants)
+        if parts_of(made) != layout.parts or not all(record.steps for record in made):
+            return judged
+        again = judge(runner, made, layout, material_of(made, layout.parts))
+        if again.attempt is None or not (again.attempt.agrees or _refuted(again)):
+            return judged
+        own = replace(again.attempt.material, scalars=False)
+        if again.passes and attempt_of(runner, made, layout, own, "part").agrees:
+            return judged
+    except (RanksFailed, NoParts, NotMatched, Failed):
+        return judged
+    verdict = merge([check.verdict for check in again.checks])
+    count, refuted = sum(check.count for check in again.checks), sum(check.refuted for check in again.checks)
+    found = tuple(replace(finding, message=f"{_SAID}, {finding.message}") for finding in again.findings)
+    return _with(judged, Check(NAME, verdict, count, refuted), found)
+
+
+def _refuted(judged: Judged) -> bool:
+    return any(check.verdict is Verdict.REFUTED for check in judged.checks)
+
+
+def _counted_alike(records: Sequence[ScriptRecord], layout: Layout, constants: Sequence[int]) -> bool:
+    """Return whether some labels that come in are ignored, and as many count in every data part."""
+    held = [records[layout.parts.index(part)].events for part in range(layout.count)]
+    counts = [[_counts(t, constants) for kind in sorted(own) for event in own[kind] for t in event] for own in held]
+    return any(count for count in counts[0]) and all(own == counts[0] for own in counts)
+
+
+def _counts(tensor: Tensor, constants: Sequence[int]) -> dict[int, int]:
+    return {value: int((tensor == value).sum()) for value in ignored_in(tensor, constants)}

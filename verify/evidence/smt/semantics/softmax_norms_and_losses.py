@@ -1,4 +1,7 @@
-"""Semantics of softmax and of layer and group norm. The maximum that kernels subtract first cancels in real numbers."""
+"""Semantics of losses, of softmax, and of layer and group norm, with their gradients.
+
+The maximum that kernels of softmax subtract first cancels in real numbers.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,76 @@ import numpy as np
 from verify.evidence.smt.element_arithmetic import Element, Numbers
 from verify.evidence.smt.semantics.element_arrays import Array, Given, Rule, array, each, whole
 from verify.evidence.smt.semantics.reductions_and_products import mean_of, variance_of
+
+# Losses that work entry by entry, and their gradients.
+
+
+NONE, MEAN, SUM = 0, 1, 2
+Entry = Callable[[Numbers, Given, Element, Element], Element]
+
+
+def reduced(al: Numbers, entries: Array, reduction: int) -> Array:
+    """The entries themselves, their mean or their sum."""
+    if reduction == NONE:
+        return entries
+    total = al.sum(list(entries.reshape(-1)))
+    return array([total if reduction == SUM else al.multiply(Fraction(1, entries.size), total)], ())
+
+
+def _loss(entry: Entry) -> Rule:
+    def rule(al: Numbers, given: Given) -> Array:
+        entries = each(lambda x, t: entry(al, given, x, t), given["self"], given["target"])
+        return reduced(al, entries, given["reduction"])
+
+    return rule
+
+
+def _gradient(slope: Entry) -> Rule:
+    """The cotangent by the slope, over the number of entries for a mean."""
+
+    def rule(al: Numbers, given: Given) -> Array:
+        slopes = each(lambda x, t: slope(al, given, x, t), given["self"], given["target"])
+        share = Fraction(1, slopes.size) if given["reduction"] == MEAN else 1
+        return each(lambda g, s: al.multiply(share, al.multiply(g, s)), given["grad_output"], slopes)
+
+    return rule
+
+
+def _mse_slope(al: Numbers, _given: Given, x: Element, t: Element) -> Element:
+    return al.multiply(2, al.subtract(x, t))
+
+
+def _smooth_l1(al: Numbers, given: Given, x: Element, t: Element) -> Element:
+    beta, distance = given["beta"], al.absolute(al.subtract(x, t))
+    if beta == 0:
+        return distance
+    inside = al.multiply(Fraction(1, 2) / Fraction(beta), al.multiply(distance, distance))
+    return al.where(al.less(distance, beta), inside, al.subtract(distance, Fraction(beta) / 2))
+
+
+def _smooth_l1_slope(al: Numbers, given: Given, x: Element, t: Element) -> Element:
+    beta, signed = given["beta"], al.subtract(x, t)
+    if beta == 0:
+        return al.sign(signed)
+    inside = al.multiply(1 / Fraction(beta), signed)
+    return al.where(al.less(al.absolute(signed), beta), inside, al.sign(signed))
+
+
+def _huber_slope(al: Numbers, given: Given, x: Element, t: Element) -> Element:
+    delta, signed = given["delta"], al.subtract(x, t)
+    return al.where(al.less(al.absolute(signed), delta), signed, al.multiply(delta, al.sign(signed)))
+
+
+_LOSSES: Mapping[str, Rule] = {
+    "aten.mse_loss_backward.default": _gradient(_mse_slope),
+    "aten.smooth_l1_loss.default": _loss(_smooth_l1),
+    "aten.smooth_l1_loss_backward.default": _gradient(_smooth_l1_slope),
+    "aten.huber_loss_backward.default": _gradient(_huber_slope),
+}
+
+
+# Softmax and norms.
+
 
 Row = list[Element]
 
@@ -53,15 +126,21 @@ def _standardised(al: Numbers, row: Row, mean: Element, scale: Element) -> Row:
     return [al.named(al.multiply(al.subtract(e, mean), scale)) for e in row]
 
 
-def _layer_norm(al: Numbers, given: Given) -> tuple[Array, Array, Array]:
-    x, size = given["input"], prod(given["normalized_shape"])
-    rows, found = x.reshape(-1, size), []
-    statistics = [_statistics(al, list(row), given["eps"]) for row in rows]
+def _standardised_rows(al: Numbers, rows: Array, eps: Element) -> tuple[Row, Row, Row]:
+    """Return all values of the rows, standardised, and the mean and the scale of each row."""
+    found: Row = []
+    statistics = [_statistics(al, list(row), eps) for row in rows]
     for row, (mean, scale) in zip(rows, statistics, strict=True):
         found += _standardised(al, list(row), mean, scale)
+    return found, [mean for mean, _ in statistics], [scale for _, scale in statistics]
+
+
+def _layer_norm(al: Numbers, given: Given) -> tuple[Array, Array, Array]:
+    x, size = given["input"], prod(given["normalized_shape"])
+    found, means, scales = _standardised_rows(al, x.reshape(-1, size), given["eps"])
     y = _scaled(al, array(found, x.shape), given["weight"], given["bias"])
     shapes = [o.shape for o in given.outputs[1:] if o is not None]
-    return y, array([m for m, _ in statistics], shapes[0]), array([s for _, s in statistics], shapes[1])
+    return y, array(means, shapes[0]), array(scales, shapes[1])
 
 
 def _scaled(al: Numbers, x: Array, weight: Array | None, bias: Array | None) -> Array:
@@ -103,14 +182,11 @@ def _parameter_gradients(al: Numbers, grad: Array, standard: Sequence[Row]) -> t
 def _group_norm(al: Numbers, given: Given) -> tuple[Array, Array, Array]:
     """Channels are [groups, channels of a group]; statistics run over a group's channels and positions."""
     x, samples, channels, groups = given["input"], given["N"], given["C"], given["group"]
-    rows, found = x.reshape(samples * groups, -1), []
-    statistics = [_statistics(al, list(row), given["eps"]) for row in rows]
-    for row, (mean, scale) in zip(rows, statistics, strict=True):
-        found += _standardised(al, list(row), mean, scale)
+    found, means, scales = _standardised_rows(al, x.reshape(samples * groups, -1), given["eps"])
     per_channel = [None if given[key] is None else given[key].reshape(1, channels, 1) for key in ("weight", "bias")]
     y = _scaled(al, array(found, (samples, channels, given["HxW"])), *per_channel)
     shape = (samples, groups)
-    return y.reshape(x.shape), array([m for m, _ in statistics], shape), array([s for _, s in statistics], shape)
+    return y.reshape(x.shape), array(means, shape), array(scales, shape)
 
 
 def _group_norm_backward(al: Numbers, given: Given) -> tuple[Array | None, ...]:
@@ -134,6 +210,7 @@ def _group_norm_backward(al: Numbers, given: Given) -> tuple[Array | None, ...]:
 
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
+        **_LOSSES,
         "aten._softmax.default": _softmax,
         "aten._safe_softmax.default": _softmax,
         "aten._log_softmax.default": _log_softmax,

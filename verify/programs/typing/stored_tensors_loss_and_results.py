@@ -1,4 +1,4 @@
-"""Stored tensors and outputs over all stages: what is held, each gradient's sum, the loss, and the buffers' new values.
+"""Stored tensors and outputs over all stages: what is held, each gradient's sum, the loss, new values, results.
 
 Every copy of a stored tensor is the same, and each parameter's gradient is summed exactly once, over exactly the
 ranks that hold a part of it.
@@ -13,7 +13,7 @@ from nnscaler.ir.layout_conversion import explain_illegal
 from nnscaler.layout import INVARIANT, PARTIAL, Sharded
 from verify.programs.typing.explain_layout_mismatch import disagreement
 from verify.programs.typing.lines.walk import Noted, Reading
-from verify.programs.typing.program_files.rank_program_syntax import StageText, StoredText
+from verify.programs.typing.program_files.rank_program_syntax import ResultText, StageText, StoredText
 from verify.programs.typing.stage import leaf_layout
 from verify.programs.typing.typed_value import Held, Mistake, normal
 
@@ -295,3 +295,61 @@ def _changed(stage: StageText) -> list[Mistake]:
 
 def _text(held: Held) -> str:
     return "(" + ", ".join(str(s) for s in held.layout) + ")"
+
+
+# The results of a program besides its loss: each is declared once, as the layout that its stage returns it in.
+
+
+def check_results(readings: Sequence[Reading], graph: Graph) -> tuple[int, list[Noted]]:
+    """Check what the stages return besides the loss; return the number of results, and the mistakes."""
+    noted: list[Noted] = []
+    wanted = dict(graph.outputs)
+    seen: dict[str, int] = {}
+    for reading in readings:
+        for declared in reading.stage.results:
+            mistake: Mistake | None
+            if declared.name not in wanted:
+                message = f"stage {reading.stage.index} declares the result `{declared.name}`"
+                mistake = Mistake("not_covered", f"{message}, which the model does not return")
+            elif declared.name in seen:
+                stages = f"stages {seen[declared.name]} and {reading.stage.index}"
+                mistake = Mistake("not_covered", f"{stages} both declare the result `{declared.name}`")
+            else:
+                mistake = _result(reading, declared, wanted[declared.name], graph)
+            seen.setdefault(declared.name, reading.stage.index)
+            if mistake is not None:
+                noted.append(Noted(reading.stage, declared.number, mistake))
+    place = readings[-1].stage
+    for name, tensor in wanted.items():
+        if name not in seen:
+            mistake = Mistake("not_covered", f"no stage declares the model's result `{name}`", None, tensor)
+            noted.append(Noted(place, place.number, mistake))
+    return len(wanted), noted
+
+
+def _result(reading: Reading, declared: ResultText, right: str, graph: Graph) -> Mistake | None:
+    name, tensor, axes = declared.name, graph.tensors[right], reading.axes
+    if name not in reading.stage.forward.returned:
+        message = f"stage {reading.stage.index} declares the result `{name}` and does not return it"
+        return Mistake("not_covered", message, None, right)
+    if (declared.shape, declared.dtype) != (tensor.shape, tensor.dtype):
+        here, there = (f"{x.dtype}{list(x.shape)}" for x in (declared, tensor))
+        return Mistake(
+            "not_covered", f"the result `{name}` is declared {here}, and the model's is {there}", None, right
+        )
+    held = reading.returned[name]
+    if held is None:
+        return None  # what is wrong with it was said
+    if held.tensor != right:
+        message = f"the result `{name}` is `{held.tensor}`, and the model's is `{right}`"
+        return Mistake("operation_differs", message, "another tensor is returned", right)
+    try:
+        written = axes.layout(declared.states)
+    except Mistake as mistake:
+        return mistake
+    told, have = (normal(layout, axes.sizes, False) for layout in (written, held.layout))
+    for axis, parts, one, other in zip(axes.names, axes.sizes, have, told, strict=True):
+        if one != other:
+            message = f"the result `{name}` is {one} over {axis}, and declared {other}"
+            return Mistake("layouts_disagree", message, disagreement(one, other, axis, parts), right)
+    return None
