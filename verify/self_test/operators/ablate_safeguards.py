@@ -26,7 +26,7 @@ ANNOTATIONS = "annotations"
 WITNESSES: Mapping[str, str] = MappingProxyType(
     {
         "random cotangents": "rank and size/gradient averaged over its own rows",
-        "parts 3 and 4": "rank and size/another branch on three rows",
+        "parts 3 and 4": "rank and size/doubled on three rows",
         "outputs compared": "reduction/one added",
         "gradients compared": "rank and size/gradient of its own size",
         "finite differences": "backward/rms_norm: forgets the mean term",
