@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +14,10 @@ from torch import Tensor, nn
 import nnscaler
 from nnscaler.cli.main import main
 from nnscaler.errors import NnscalerError
+from nnscaler.ir.precision import Precision
 from tests.sampling import every
 from verify import verify_plan
+from verify.programs.opened_program import open_program
 
 
 class Model(nn.Module):
@@ -51,6 +55,37 @@ def test_a_saved_plan_and_a_program_have_their_own(program: Path) -> None:
     assert verify_plan(Model, BATCH, program=program, precision="bfloat16").verdict.passes
     with pytest.raises(NnscalerError, match="compiled with the precision bfloat16, and float16 is asked for"):
         verify_plan(Model, BATCH, program=program, precision="float16")
+
+
+def test_the_precision_of_a_program_is_that_of_the_plan_before_an_edit(program: Path) -> None:
+    """plan.json is there to be edited and compiled again, and a program does not become another one by that."""
+    file = program / "plan.json"
+    edited = replace(nnscaler.Plan.from_json(file.read_text()), precision=None, steps=())
+    file.write_text(edited.to_json())
+    report = verify_plan(Model, BATCH, program=program, level="static")
+    assert report.verdict.passes, report.findings
+    assert any("plan.json was changed after it was written" in note for note in report.notes)
+    assert "bfloat16" in open_program(program).summary
+    file.unlink()
+    assert open_program(program).known_plan().precision == Precision("bfloat16")
+
+
+@pytest.mark.long
+def test_training_compiles_for_a_short_batch_by_the_plan_before_an_edit(tmp_path: Path) -> None:
+    program = nnscaler.parallelize(Model(), BATCH, ranks=2, plan="tp=2").save(tmp_path / "program")
+    for change in (lambda file: file.write_text('{"mesh": [["dp", 2]], "steps": []}'), Path.unlink):
+        change(program / "plan.json")
+        report = verify_plan(Model, BATCH, program=program, depth="quick", train=True)
+        assert report.verdict.passes, report.findings
+
+
+def test_a_program_of_an_older_version_has_its_plan_in_plan_json_alone(program: Path) -> None:
+    manifest = json.loads((program / "manifest.json").read_text())
+    (program / "manifest.json").write_text(json.dumps({k: v for k, v in manifest.items() if k != "plan_document"}))
+    assert open_program(program).known_plan().precision == Precision("bfloat16")
+    (program / "plan.json").unlink()
+    with pytest.raises(NnscalerError, match=r"does not say by which plan it was compiled: there is no .*plan\.json"):
+        open_program(program).known_plan()
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from nnscaler.tracing.export.module_copies import copied
 from nnscaler.tracing.float64_run import convert_floats
 from nnscaler.tracing.sample_inputs import flatten_inputs
 from nnscaler.training.recompilation import SentProgram, SizeClass, sent
-from nnscaler.transform.plan import Plan
 from verify.programs.check_text_before_run import vouch
 from verify.programs.checks.input_and_outcome import CheckOutcome
 from verify.programs.execution.run_on_backend import Failure, devices_of, run_job, simulate
@@ -172,11 +171,16 @@ def program_of(request: PlanRequest, prepared: Prepared) -> Program:
     """Return the program of a folder as the engine takes it: with the model, and its random parameters."""
     opened = prepared.program
     sources = {file: (opened.path / file).read_text(encoding="utf-8") for file in opened.role_files}
-    plan = Plan.from_json((opened.path / "plan.json").read_text(encoding="utf-8"))
     sample = prepared.sample
     origin = Origin(prepared.model, sample.rebuild, None, request.specialise)
     return Program(
-        sources, opened.manifest, plan, prepared.graph, state_at_start(prepared), dict(sample.tensors), origin
+        sources,
+        opened.manifest,
+        opened.known_plan(),
+        prepared.graph,
+        state_at_start(prepared),
+        dict(sample.tensors),
+        origin,
     )
 
 
