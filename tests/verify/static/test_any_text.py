@@ -151,6 +151,30 @@ def test_a_declaration_that_makes_no_sense_is_a_finding(pattern: str, new: str, 
     read(deep, (pattern, new))
 
 
+@pytest.mark.parametrize(
+    ("pattern", "new", "said"),
+    [
+        (r", peers=\(\d,\)", "", "does not say its peers"),
+        (r"^( +\"\w+\": Parameter\(\"[\w.]+\").*\)", r"\1)", "does not say its shape and dtype"),
+        (r"ranks = \(0,\)", "ranks = ()", "has the ranks ()"),
+    ],
+)
+def test_a_declaration_that_lacks_something_says_what(pattern: str, new: str, said: str, deep: Program) -> None:
+    messages = [finding.message for finding in read(deep, (pattern, new))]
+    assert all(said in message and "Error" not in message for message in messages), messages
+
+
+def test_a_line_that_reads_two_wrong_ones_hides_neither(dropping: Program) -> None:
+    """One of which nothing is known, and one that would be idle if nobody read it."""
+    found = read(
+        dropping,
+        (r"^( +)(linear_1 = .*)$", r"\1linear = comm.all_reduce(linear, self.dp)\n\1\2"),
+        (r"^( +)(zeros = .*)$", r"\1\2\n\1zeros = aten.mul.Tensor(zeros, 3)"),
+    )
+    assert {f.code for f in found} == {"layouts_disagree", "operation_differs"}
+    assert any("aten.mul.Tensor(zeros, 3)" in f.message for f in found)
+
+
 @pytest.mark.parametrize("text", ["", "\0", "# \ud800", '"""text"""', "(" * 5000, "x = " + "+".join("x" * 50000)])
 def test_a_text_that_is_no_program_is_a_finding(text: str, dropping: Program) -> None:
     result = check_program({"role_0.py": text}, dropping.graph)

@@ -6,7 +6,7 @@ makes the tensor that it started from, and one that nothing reads changes nothin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, product
 
@@ -225,7 +225,7 @@ class Walk:
             return
         used = [line.kwargs["x"]] if line.is_conversion else line.variables
         knowns = {v: self._known(line.number, v) for v in used}
-        if line.is_conversion or not any(isinstance(k, Idle) for k in knowns.values()):
+        if line.is_conversion or not _may_be_idle(knowns.values()):
             knowns = {v: self.read(line.number, v) for v in used}
             if None in knowns.values():
                 for target in line.targets:
@@ -373,6 +373,11 @@ class Walk:
             self.read(line.number, variable)
         for target in line.targets:
             self._assign(target, None)
+
+
+def _may_be_idle(knowns: Collection[Known]) -> bool:
+    """Return whether a line has operands that are idle, and none of which nothing is known: then they are read."""
+    return any(isinstance(k, Idle) for k in knowns) and all(isinstance(k, Idle | Held) for k in knowns)
 
 
 def _results(typed: Typed) -> tuple[Held | Absent, ...]:
