@@ -168,7 +168,7 @@ def test_a_line_that_reads_two_wrong_ones_hides_neither(dropping: Program) -> No
     """One of which nothing is known, and one that would be idle if nobody read it."""
     found = read(
         dropping,
-        (r"^( +)(linear_1 = .*)$", r"\1linear = comm.all_reduce(linear, self.dp)\n\1\2"),
+        (r"^( +)(linear_1 = .*)$", r"\1\2\n\1linear_1 = comm.all_reduce(linear_1, self.dp)"),
         (r"^( +)(zeros = .*)$", r"\1\2\n\1zeros = aten.mul.Tensor(zeros, 3)"),
     )
     assert {f.code for f in found} == {"layouts_disagree", "operation_differs"}
