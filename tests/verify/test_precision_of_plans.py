@@ -79,6 +79,17 @@ def test_training_compiles_for_a_short_batch_by_the_plan_before_an_edit(tmp_path
         assert report.verdict.passes, report.findings
 
 
+@pytest.mark.long
+def test_training_leaves_other_sizes_out_where_the_text_lays_out_otherwise(tmp_path: Path) -> None:
+    """A parameter whole on every rank is as right as in shards; what the plan compiles for a short batch has it else."""
+    program = nnscaler.parallelize(Model(), BATCH, ranks=2, plan=PLAN).save(tmp_path / "program")
+    text = (program / "role_0.py").read_text()
+    (program / "role_0.py").write_text(text.replace(', rest={"dp": Sharded(0)}', "", 1))
+    report = verify_plan(Model, BATCH, program=program, depth="quick", train=True, train_steps=2)
+    assert report.verdict.passes, report.findings
+    assert any("compiled by the plan, and the text was edited: 'up.weight' is" in note for note in report.notes)
+
+
 def test_a_program_of_an_older_version_has_its_plan_in_plan_json_alone(program: Path) -> None:
     manifest = json.loads((program / "manifest.json").read_text())
     (program / "manifest.json").write_text(json.dumps({k: v for k, v in manifest.items() if k != "plan_document"}))

@@ -17,6 +17,7 @@ from nnscaler.runtime.jobs.job import JobSpecification
 from nnscaler.tracing.export.module_copies import copied
 from nnscaler.tracing.float64_run import convert_floats
 from nnscaler.tracing.sample_inputs import flatten_inputs
+from nnscaler.training.program_on_rank import check_alike, stages_of_roles
 from nnscaler.training.recompilation import SentProgram, SizeClass, sent
 from verify.programs.check_text_before_run import vouch
 from verify.programs.checks.input_and_outcome import CheckOutcome
@@ -141,11 +142,14 @@ def make_training(request: PlanRequest, prepared: Prepared) -> Training:
     program = program_of(request, prepared)
     model = eager_model(prepared, request.seed, {})
     batches, notes = batches_of(request, prepared, model, carried)
-    short, more, told = _short(program, prepared, model, batches[-1], carried)
+    otherwise = _laid_out_otherwise(program, prepared)
+    short, more, told = (
+        _short(program, prepared, model, batches[-1], carried) if not otherwise else (None, {}, otherwise)
+    )
     model = eager_model(prepared, request.seed, more)
     steps = in_steps(batches, request.train_steps)
     evaluation = None
-    if not model.draws_in_evaluation():
+    if not otherwise and not model.draws_in_evaluation():
         evaluation = short or batches[0]
     if short is not None and len(steps) > 1:
         steps = (*steps[:-1], (short,))
@@ -206,6 +210,22 @@ def batches_of(
         return batches, ()
     note = "the batches of the training are rows of the sample batch, drawn anew: the model takes no others"
     return [reordered(sample, carried, request.seed + 1 + i) for i in range(count)], (note,)
+
+
+def _laid_out_otherwise(program: Program, prepared: Prepared) -> tuple[str, ...]:
+    """Return a note where an edited text lays parameters out in another way than the plan does, by which programs for
+    other sizes and for evaluation are compiled: they could not go on with its tensors, and none of them is wrong."""
+    if not prepared.program.changes:
+        return ()
+    try:
+        planned = for_batch(program, program.inputs, training=True)
+        check_alike(stages_of_roles(sent(program), None), stages_of_roles(sent(planned), None))
+    except NnscalerError as error:
+        left_out = (
+            "no batch of another size was trained on, and none evaluated: programs for them are compiled by the plan"
+        )
+        return (f"{left_out}, and the text was edited: {error.message}",)
+    return ()
 
 
 def _short(
