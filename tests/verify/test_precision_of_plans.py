@@ -81,7 +81,7 @@ def test_training_compiles_for_a_short_batch_by_the_plan_before_an_edit(tmp_path
 
 @pytest.mark.long
 def test_training_leaves_other_sizes_out_where_the_text_lays_out_otherwise(tmp_path: Path) -> None:
-    """A parameter whole on every rank is as right as in shards; what the plan compiles for a short batch has it else."""
+    """A parameter that rests whole is as right as one in shards; the plan compiles a short batch for shards."""
     program = nnscaler.parallelize(Model(), BATCH, ranks=2, plan=PLAN).save(tmp_path / "program")
     text = (program / "role_0.py").read_text()
     (program / "role_0.py").write_text(text.replace(', rest={"dp": Sharded(0)}', "", 1))
