@@ -53,6 +53,16 @@ class _Deep(nn.Module):
         return x.square().mean()
 
 
+class _Taken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.weight)
+        return (y.sort(-1).values * y).mean()
+
+
 @pytest.fixture(scope="module")
 def dropping() -> Program:
     return nnscaler.parallelize(_Dropping(), {"x": torch.randn(4, 8)}, ranks=2, plan="dp=2")
@@ -173,6 +183,13 @@ def test_a_line_that_reads_two_wrong_ones_hides_neither(dropping: Program) -> No
     )
     assert {f.code for f in found} == {"layouts_disagree", "operation_differs"}
     assert any("aten.mul.Tensor(zeros, 3)" in f.message for f in found)
+
+
+def test_a_wrong_line_that_two_lines_read_is_told_once() -> None:
+    """The first of which takes apart what it is given."""
+    program = nnscaler.parallelize(_Taken(), {"x": torch.randn(4, 8)}, ranks=2, plan="dp=2")
+    (finding,) = read(program, (r"(linear = aten\.linear\(x, self\.weight)\)", r"\1) * 3"))
+    assert "linear" in finding.message
 
 
 @pytest.mark.parametrize("text", ["", "\0", "# \ud800", '"""text"""', "(" * 5000, "x = " + "+".join("x" * 50000)])

@@ -59,8 +59,8 @@ def _result(reading: Reading, declared: ResultText, right: str, graph: Graph) ->
     except Mistake as mistake:
         return mistake
     told, have = (normal(layout, axes.sizes, False) for layout in (written, held.layout))
-    for axis, parts, one, other in zip(axes.names, axes.sizes, have, told, strict=True):
+    for number, (axis, one, other) in enumerate(zip(axes.names, have, told, strict=True)):
         if one != other:
             message = f"the result `{name}` is {one} over {axis}, and declared {other}"
-            return Mistake("layouts_disagree", message, disagreement(one, other, axis, parts), right)
+            return Mistake("layouts_disagree", message, disagreement(one, other, axes, number), right)
     return None

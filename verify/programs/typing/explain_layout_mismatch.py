@@ -13,14 +13,17 @@ from op_registry.call import DType
 from op_registry.registry import facts_of
 
 from nnscaler.ir.graph import LogicalTensor, Operation
-from nnscaler.layout import Invariant, Partial, Replicated, Sharded, State
+from nnscaler.layout import MICRO, SLICE, Invariant, Partial, Replicated, Sharded, State
 from verify.programs.typing.lines.canonical_calls import operator_of
 from verify.programs.typing.program_files.rank_program_syntax import Assignment
-from verify.programs.typing.typed_value import Held, Mistake
+from verify.programs.typing.typed_value import Axes, Held, Mistake
 
 
-def disagreement(have: State, need: State, axis: str, parts: int) -> str:
-    """Explain why a value in state `have` cannot stand where `need` is wanted, over an axis of `parts` ranks."""
+def disagreement(have: State, need: State, axes: Axes, number: int) -> str:
+    """Explain why a value in state `have` cannot stand where `need` is wanted, over the axis of this number."""
+    axis, parts = axes.names[number], axes.sizes[number]
+    if number >= axes.first_in_time:
+        return _in_time(have, need, named_in_time(axis), parts)
     match have, need:
         case Invariant(), Replicated():
             return (
@@ -38,7 +41,7 @@ def disagreement(have: State, need: State, axis: str, parts: int) -> str:
         case Invariant() | Replicated(), Partial():
             return (
                 f"every rank of {axis} contributes the whole where each should contribute a term of the sum: it is "
-                f"counted {parts} times (comm.keep_first leaves it on one rank)"
+                f"counted {parts} times (comm.{_keep_first(have)} leaves it on one rank)"
             )
         case Sharded(), Partial():
             return f"a shard over {axis} stands where a term of a sum is needed"
@@ -51,6 +54,32 @@ def disagreement(have: State, need: State, axis: str, parts: int) -> str:
         case Partial(), Partial():
             return f"terms of a {have.reduction} over {axis} stand where terms of a {need.reduction} are needed"
     return f"{have} over {axis} stands where {need} is needed"
+
+
+def named_in_time(axis: str) -> str:
+    """Return what an axis in time counts, in words: they run one after another, and exchange nothing."""
+    return {MICRO: "micro-batches", SLICE: "slices"}.get(axis, f"pieces of {axis}")
+
+
+def _in_time(have: State, need: State, those: str, parts: int) -> str:
+    """Explain the same over an axis in time, on which no communication can make one of the other."""
+    match have, need:
+        case Replicated(), Invariant():
+            return f"the gradient would be added up over {those} that all have the whole: {parts} times too large"
+        case Partial(), Invariant() | Replicated() | Sharded():
+            return f"each of the {those} has only its own term of the sum, which is known when all of them are done"
+        case Invariant() | Replicated(), Partial():
+            return (
+                f"each of the {those} contributes the whole where it should contribute a term of the sum: it is "
+                f"counted {parts} times (comm.{_keep_first(have)} leaves it in the first)"
+            )
+        case Sharded(), Invariant() | Replicated():
+            return f"each of the {those} has only its shard ({have}), and the whole is known when all of them are done"
+    return f"{have} over {those} stands where {need} is needed"
+
+
+def _keep_first(have: State) -> str:
+    return "keep_first" if isinstance(have, Invariant) else "keep_first_replicated"
 
 
 def _shards(have: Sharded, need: Sharded, axis: str) -> str:

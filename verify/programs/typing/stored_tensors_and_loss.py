@@ -234,10 +234,10 @@ def _loss(reading: Reading, graph: Graph) -> Mistake | None:
         message = f"the loss is declared {other[0]}, and the runtime takes one number, or a sum of numbers"
         return Mistake("layouts_disagree", message, None, graph.loss)
     declared = normal(written, axes.sizes, True)
-    for axis, parts, have, told in zip(axes.names, axes.sizes, held.layout, declared, strict=True):
+    for number, (axis, have, told) in enumerate(zip(axes.names, held.layout, declared, strict=True)):
         if have != told or told not in (INVARIANT, PARTIAL):  # what training starts from is one number or a sum
             message = f"the loss is {have} over {axis}, and declared {told}"
-            return Mistake("layouts_disagree", message, disagreement(have, told, axis, parts), graph.loss)
+            return Mistake("layouts_disagree", message, disagreement(have, told, axes, number), graph.loss)
     return None
 
 
