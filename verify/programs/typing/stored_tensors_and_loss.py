@@ -80,9 +80,12 @@ def _declared(reading: Reading, stored: StoredText, tensor: LogicalTensor, graph
         found.append(Mistake("not_covered", message, why, tensor.name))
     unknown = [a for a in stored.reduce if a not in reading.stage.axes]
     sharded = [a for a in stored.reduce if a in stored.states]
-    if unknown or sharded or len(set(stored.reduce)) < len(stored.reduce):
+    again = [a for a in stored.reduce if stored.reduce.count(a) > 1]
+    if unknown or sharded or again:
         message = f"the gradient of `{stored.fqn}` cannot be summed over {list(stored.reduce)}"
-        cause = f"over {sharded[0]} each rank has the gradient of another shard" if sharded else None
+        cause = f"{again[0]} is named twice, and its sum is taken once" if again else None
+        cause = f"the stage has the axes {list(reading.stage.axes)}" if unknown else cause
+        cause = f"over {sharded[0]} each rank has the gradient of another shard" if sharded else cause
         found.append(Mistake("gradient_reduced_wrongly", message, cause, tensor.name))
     in_use = bool(graph.consumers[tensor.name])
     if stored.used != in_use and (tensor.needs_grad or in_use):
