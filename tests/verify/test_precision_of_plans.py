@@ -80,14 +80,32 @@ def test_training_compiles_for_a_short_batch_by_the_plan_before_an_edit(tmp_path
 
 
 @pytest.mark.long
-def test_training_leaves_other_sizes_out_where_the_text_lays_out_otherwise(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("edits", "why"),
+    [
+        ([(', rest={"dp": Sharded(0)}', "")], "'up.weight' is"),
+        (
+            [("    ranks = (0, 1)", "    ranks = (1, 0)"), ("RANKS = (0, 1)", "RANKS = (1, 0)")],
+            "its stages are on the ranks",
+        ),
+    ],
+)
+def test_training_leaves_other_sizes_out_where_the_text_lays_out_otherwise(
+    tmp_path: Path, edits: list[tuple[str, str]], why: str
+) -> None:
     """A parameter that rests whole is as right as one in shards; the plan compiles a short batch for shards."""
     program = nnscaler.parallelize(Model(), BATCH, ranks=2, plan=PLAN).save(tmp_path / "program")
     text = (program / "role_0.py").read_text()
-    (program / "role_0.py").write_text(text.replace(', rest={"dp": Sharded(0)}', "", 1))
+    for old, new in edits:
+        assert old in text
+        text = text.replace(old, new, 1)
+    (program / "role_0.py").write_text(text)
+    manifest = json.loads((program / "manifest.json").read_text())
+    manifest["returns"]["results"][0]["ranks"] = [1, 0] if "ranks = (1, 0)" in text else [0, 1]
+    (program / "manifest.json").write_text(json.dumps(manifest))
     report = verify_plan(Model, BATCH, program=program, depth="quick", train=True, train_steps=2)
     assert report.verdict.passes, report.findings
-    assert any("compiled by the plan, and the text was edited: 'up.weight' is" in note for note in report.notes)
+    assert any(f"compiled by the plan, and the text was edited: {why}" in note for note in report.notes)
 
 
 def test_a_program_of_an_older_version_has_its_plan_in_plan_json_alone(program: Path) -> None:

@@ -218,14 +218,15 @@ def _laid_out_otherwise(program: Program, prepared: Prepared) -> tuple[str, ...]
     if not prepared.program.changes:
         return ()
     try:
-        planned = for_batch(program, program.inputs, training=True)
-        check_alike(stages_of_roles(sent(program), None), stages_of_roles(sent(planned), None))
+        planned = stages_of_roles(sent(for_batch(program, program.inputs, training=True)), None)
+        edited = stages_of_roles(sent(program), None)
+        check_alike(edited, planned)
+        before, after = ({stage.index: stage.ranks for stage in stages} for stages in (planned, edited))
+        why = "" if before == after else f"its stages are on the ranks {after}, and by the plan on {before}"
     except NnscalerError as error:
-        left_out = (
-            "no batch of another size was trained on, and none evaluated: programs for them are compiled by the plan"
-        )
-        return (f"{left_out}, and the text was edited: {error.message}",)
-    return ()
+        why = error.message
+    left_out = "no batch of another size was trained on, and none evaluated: programs for them are compiled by the plan"
+    return (f"{left_out}, and the text was edited: {why}",) if why else ()
 
 
 def _short(
