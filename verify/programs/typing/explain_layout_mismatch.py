@@ -126,12 +126,7 @@ def rounding(line: Assignment, tensor: LogicalTensor) -> Mistake | None:
     operator = operator_of(line.function, {})
     if operator is None or facts_of(operator).moves != "cast":
         return None
-    if not isinstance(dtype, DType) or not tensor.needs_grad:
-        return None
-    have, made = getattr(torch, tensor.dtype), getattr(torch, dtype.name, None)
-    if not isinstance(made, torch.dtype) or not made.is_floating_point or not have.is_floating_point:
-        return None
-    if torch.finfo(made).eps <= torch.finfo(have).eps and torch.finfo(made).max >= torch.finfo(have).max:
+    if not isinstance(dtype, DType) or not tensor.needs_grad or not rounds_to(dtype.name, tensor.dtype):
         return None
     message = f"`{line.text}` rounds `{tensor.name}` from {tensor.dtype} to {dtype.name}, and the model does not"
     cause = (
@@ -139,6 +134,15 @@ def rounding(line: Assignment, tensor: LogicalTensor) -> Mistake | None:
         "for all numbers, and casts do nothing in it"
     )
     return Mistake("precision_lost", message, cause, tensor.name)
+
+
+def rounds_to(made: str, have: str) -> bool:
+    """Return whether a cast to the first dtype loses digits, or range, of the second one."""
+    after, before = getattr(torch, made, None), getattr(torch, have)
+    if not isinstance(after, torch.dtype) or not after.is_floating_point or not before.is_floating_point:
+        return False
+    there, here = torch.finfo(after), torch.finfo(before)
+    return there.eps > here.eps or there.max < here.max
 
 
 def region_differs(line: Assignment, op: Operation) -> Mistake:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from nnscaler.ir.graph import Graph, LogicalTensor
 from nnscaler.ir.legal_layout import explain_illegal
 from nnscaler.layout import INVARIANT, PARTIAL, Sharded
-from verify.programs.typing.explain_layout_mismatch import disagreement
+from verify.programs.typing.explain_layout_mismatch import disagreement, rounds_to
 from verify.programs.typing.lines.walk import Noted, Reading
 from verify.programs.typing.program_files.rank_program_syntax import StageText, StoredText
 from verify.programs.typing.stage import leaf_layout
@@ -227,7 +227,10 @@ def _loss(reading: Reading, graph: Graph) -> Mistake | None:
     if stage.loss_casts != graph.loss_casts:
         said, wanted = (" to ".join(casts) or "nothing" for casts in (stage.loss_casts, graph.loss_casts))
         message = f"the loss is cast to {said}, and in the model to {wanted}"
-        return Mistake("operation_differs", message, "it is rounded otherwise", graph.loss)
+        rest = graph.tensors[graph.loss].dtype
+        lost = any(rounds_to(cast, rest) for cast in stage.loss_casts if cast not in graph.loss_casts)
+        code = "precision_lost" if lost else "operation_differs"
+        return Mistake(code, message, "it is rounded otherwise", graph.loss)
     try:
         written = axes.layout(stage.loss)
     except Mistake as mistake:
