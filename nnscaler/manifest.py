@@ -301,6 +301,7 @@ class Manifest:
     model                  its name and file, and the loss function outside of it where there is one
     ranks                  how many run it
     plan                   in words, as `Plan.describe` gives it
+    plan_document          itself, as plan.json was written; empty in programs of older versions, which have that alone
     axes                   of the mesh, `pp` included
     stage_axes             of each stage where they differ; else empty
     micro_batches          of a step
@@ -324,6 +325,7 @@ class Manifest:
     model: Mapping[str, str] = field(default_factory=dict)
     ranks: int
     plan: str = ""
+    plan_document: str = ""
     axes: Axes
     stage_axes: tuple[Axes, ...] = ()
     micro_batches: int

@@ -66,7 +66,7 @@ class Expression:
 
     def __str__(self) -> str:
         texts = [f"{c}[index of {a}]" if isinstance(c, tuple) else f"{c} * index of {a}" for a, c in self.terms]
-        return " + ".join([str(self.constant), *texts])
+        return " + ".join([str(self.constant)] * (self.constant != 0 or not texts) + texts)
 
 
 def depends_on_rank(value: Any) -> bool:

@@ -73,6 +73,7 @@ def manifest(
         model=dict(model),
         ranks=plan.ranks,
         plan=plan.describe(),
+        plan_document=plan.to_json(),
         axes=plan.mesh,
         stage_axes=plan.stage_axes,
         micro_batches=plan.micro_batches,

@@ -95,13 +95,11 @@ def explain_sizes(sizes: tuple[int, ...], parts: int, outer: int, size: int | No
     """Say why a dim of `size`, viewed as `outer` blocks, is not cut into these unequal pieces by an axis of `parts`."""
     if len(sizes) != parts:
         return f"{len(sizes)} sizes for {parts} parts"
-    if min(sizes) < 1:
-        return f"the sizes {sizes} leave a rank without elements"
-    if len(set(sizes)) == 1:
-        return f"the sizes {sizes} are equal, which is said without sizes"
     if size is not None and sum(sizes) * outer != size:
         return f"the sizes {sizes}" + (f" in {outer} blocks" if outer > 1 else "") + f" do not add up to {size}"
-    return None
+    if min(sizes) < 1:
+        return f"the sizes {sizes} leave a rank without elements"
+    return f"the sizes {sizes} are equal, which is said without sizes" if len(set(sizes)) == 1 else None
 
 
 def balanced(size: int, parts: int) -> tuple[int, ...]:

@@ -276,12 +276,15 @@ def role(manifest: dict[str, Any]) -> Any:
 
 ENTRIES = [
     ("ranks", lambda manifest: manifest.update(ranks=3)),
-    ("roles", lambda manifest: role(manifest).update(ranks=[0])),
-    ("roles", lambda manifest: manifest["roles"].append(dict(role(manifest), ranks=[2]))),
+    ("roles[0]", lambda manifest: role(manifest).update(ranks=[0])),
+    (
+        "roles of length 2, and the role programs are for length 1",
+        lambda manifest: manifest["roles"].append(dict(role(manifest), ranks=[2])),
+    ),
     ("micro_batches", lambda manifest: manifest.update(micro_batches=2)),
-    ("inputs", lambda manifest: manifest["inputs"].pop()),
-    ("inputs", lambda manifest: manifest["inputs"][1].update(dtype="int32")),
-    ("parameters", lambda manifest: manifest["parameters"][0]["fqns"].append("head.weight")),
+    ("inputs of length 1, and the model has length 2", lambda manifest: manifest["inputs"].pop()),
+    ("inputs[1].dtype int32, and the model has int64", lambda manifest: manifest["inputs"][1].update(dtype="int32")),
+    ("parameters[0].fqns of length", lambda manifest: manifest["parameters"][0]["fqns"].append("head.weight")),
     ("buffers", lambda manifest: manifest["buffers"].pop()),
 ]
 
@@ -297,4 +300,4 @@ def test_a_manifest_that_says_something_else(
     assert check_program(sources, graph, manifest=read_manifest(folder)).proved
     found = [f for o in check_program(sources, graph, manifest=decode(Manifest, manifest)).outcomes for f in o.findings]
     assert [f.code for f in found] == ["record_differs"]
-    assert found[0].message.startswith(f"manifest.json has {entry} ")
+    assert found[0].message.startswith(f"manifest.json has {entry}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +14,10 @@ from torch import Tensor, nn
 import nnscaler
 from nnscaler.cli.main import main
 from nnscaler.errors import NnscalerError
+from nnscaler.ir.precision import Precision
 from tests.sampling import every
 from verify import verify_plan
+from verify.programs.opened_program import open_program
 
 
 class Model(nn.Module):
@@ -51,6 +55,66 @@ def test_a_saved_plan_and_a_program_have_their_own(program: Path) -> None:
     assert verify_plan(Model, BATCH, program=program, precision="bfloat16").verdict.passes
     with pytest.raises(NnscalerError, match="compiled with the precision bfloat16, and float16 is asked for"):
         verify_plan(Model, BATCH, program=program, precision="float16")
+
+
+def test_the_precision_of_a_program_is_that_of_the_plan_before_an_edit(program: Path) -> None:
+    """plan.json is there to be edited and compiled again, and a program does not become another one by that."""
+    file = program / "plan.json"
+    edited = replace(nnscaler.Plan.from_json(file.read_text()), precision=None, steps=())
+    file.write_text(edited.to_json())
+    report = verify_plan(Model, BATCH, program=program, level="static")
+    assert report.verdict.passes, report.findings
+    assert any("plan.json was changed after it was written" in note for note in report.notes)
+    assert "bfloat16" in open_program(program).summary
+    file.unlink()
+    assert open_program(program).known_plan().precision == Precision("bfloat16")
+
+
+@pytest.mark.long
+def test_training_compiles_for_a_short_batch_by_the_plan_before_an_edit(tmp_path: Path) -> None:
+    program = nnscaler.parallelize(Model(), BATCH, ranks=2, plan="tp=2").save(tmp_path / "program")
+    for change in (lambda file: file.write_text('{"mesh": [["dp", 2]], "steps": []}'), Path.unlink):
+        change(program / "plan.json")
+        report = verify_plan(Model, BATCH, program=program, depth="quick", train=True)
+        assert report.verdict.passes, report.findings
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("edits", "why"),
+    [
+        ([(', rest={"dp": Sharded(0)}', "")], "'up.weight' is"),
+        (
+            [("    ranks = (0, 1)", "    ranks = (1, 0)"), ("RANKS = (0, 1)", "RANKS = (1, 0)")],
+            "its stages are on the ranks",
+        ),
+    ],
+)
+def test_training_leaves_other_sizes_out_where_the_text_lays_out_otherwise(
+    tmp_path: Path, edits: list[tuple[str, str]], why: str
+) -> None:
+    """A parameter that rests whole is as right as one in shards; the plan compiles a short batch for shards."""
+    program = nnscaler.parallelize(Model(), BATCH, ranks=2, plan=PLAN).save(tmp_path / "program")
+    text = (program / "role_0.py").read_text()
+    for old, new in edits:
+        assert old in text
+        text = text.replace(old, new, 1)
+    (program / "role_0.py").write_text(text)
+    manifest = json.loads((program / "manifest.json").read_text())
+    manifest["returns"]["results"][0]["ranks"] = [1, 0] if "ranks = (1, 0)" in text else [0, 1]
+    (program / "manifest.json").write_text(json.dumps(manifest))
+    report = verify_plan(Model, BATCH, program=program, depth="quick", train=True, train_steps=2)
+    assert report.verdict.passes, report.findings
+    assert any(f"compiled by the plan, and the text was edited: {why}" in note for note in report.notes)
+
+
+def test_a_program_of_an_older_version_has_its_plan_in_plan_json_alone(program: Path) -> None:
+    manifest = json.loads((program / "manifest.json").read_text())
+    (program / "manifest.json").write_text(json.dumps({k: v for k, v in manifest.items() if k != "plan_document"}))
+    assert open_program(program).known_plan().precision == Precision("bfloat16")
+    (program / "plan.json").unlink()
+    with pytest.raises(NnscalerError, match=r"does not say by which plan it was compiled: there is no .*plan\.json"):
+        open_program(program).known_plan()
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ _SCHEDULES = {name: kind.title for name, kind in SCHEDULES.items()}
 class OpenedProgram:
     """A program's folder that was found whole.
 
-    changes  role files that are not what the compiler wrote, as notes
+    changes  role files, and a plan.json, that are not what the compiler wrote, as notes
     """
 
     path: Path
@@ -66,14 +66,14 @@ class OpenedProgram:
     def summary(self) -> str:
         """`dp=2 tp=2 pp=2, 1F1B, 4 micro-batches, bfloat16`; empty for one rank."""
         manifest = self.manifest
+        plan = self.plan()
         in_words = bool(manifest.stage_axes) or manifest.shards_parameters or EP in self.axes
-        axes = manifest.plan if in_words else manifest.divided_axes
+        axes = manifest.divided_axes if not in_words else manifest.plan if plan is None else plan.describe()
         parts = [axes] if axes else []
         if self.axes.get("pp", 1) > 1:
             parts.append(_SCHEDULES.get(manifest.schedule, manifest.schedule))
         if manifest.micro_batches > 1:
             parts.append(f"{manifest.micro_batches} micro-batches")
-        plan = self.plan()
         if plan is not None and plan.slices and not in_words:
             parts.append(f"slices={slices_text(plan.slices)}")
         if plan is not None and plan.precision is not None and not in_words:
@@ -91,9 +91,24 @@ class OpenedProgram:
         return lines
 
     def plan(self) -> Plan | None:
-        """Return the plan beside the program, where it is there. Raises NnscalerError("plan_illegal")."""
+        """Return the plan that the program was compiled by: the manifest's, for plan.json is there to be edited and
+        compiled again. A program of an older version has its plan.json alone, or None where that is gone.
+
+        Raises NnscalerError("plan_illegal").
+        """
+        if self.manifest.plan_document:
+            return Plan.from_json(self.manifest.plan_document, f"{self.path / MANIFEST}: plan_document")
         file = self.path / PLAN
         return Plan.from_json(file.read_text(encoding="utf-8"), str(file)) if file.is_file() else None
+
+    def known_plan(self) -> Plan:
+        """Return the plan that it was compiled by. Raises NnscalerError: `not_a_program` where nothing says which."""
+        plan = self.plan()
+        if plan is None:
+            message = f"{self.path} does not say by which plan it was compiled: there is no {self.path / PLAN}"
+            help = "put the plan.json back that `nnscaler compile` wrote, or compile the model again"
+            raise NnscalerError("not_a_program", message, help=help)
+        return plan
 
     def roles(self) -> list[ModuleType]:
         """Load the module of every role. Raises what its text raises."""
@@ -145,8 +160,8 @@ def open_program(path: Path) -> OpenedProgram:
         raise NnscalerError("not_a_program", message, help=_HELP) from None
     except ManifestError as error:
         raise NnscalerError("not_a_program", str(error), help=_HELP) from None
-    changes = tuple(change for role in manifest.roles if (change := _changed(path, role)) is not None)
-    return OpenedProgram(path, manifest, changes)
+    changes = [*(_changed(path, role) for role in manifest.roles), _changed_plan(path, manifest)]
+    return OpenedProgram(path, manifest, tuple(change for change in changes if change is not None))
 
 
 def _changed(path: Path, role: RoleRecord) -> str | None:
@@ -156,6 +171,14 @@ def _changed(path: Path, role: RoleRecord) -> str | None:
     content = file.read_bytes()
     _check_text(file, content)
     return role.change(path, content)
+
+
+def _changed_plan(path: Path, manifest: Manifest) -> str | None:
+    """Return a note on a plan.json that says another plan than the program has; None on its own, or on none."""
+    file = path / PLAN
+    if not manifest.plan_document or not file.is_file() or file.read_bytes() == manifest.plan_document.encode():
+        return None
+    return f"{file} was changed after it was written: until the model is compiled again, the plan before counts"
 
 
 def _check_text(file: Path, content: bytes) -> None:

@@ -313,7 +313,6 @@ def _minimal(request: PlanRequest, prepared: Prepared, reference: Trajectory, wo
     if request.program is not None or prepared.traced is None or request.depth == "quick" or not prepared.graph.loss:
         return ()
     started = time.perf_counter()
-    plan = Plan.from_json((prepared.program.path / "plan.json").read_text(encoding="utf-8"))
     trial = PlanTrial(prepared.traced, make_task(request, prepared, reference, work), reference)
 
     def fails(smaller: Plan) -> bool:
@@ -324,7 +323,7 @@ def _minimal(request: PlanRequest, prepared: Prepared, reference: Trajectory, wo
         except Exception:  # noqa: BLE001 - the compiler that made a wrong program may fail on others; nothing is learnt
             return False
 
-    found = minimise(plan, prepared.graph, fails, seconds=MINIMISE_SECONDS)
+    found = minimise(prepared.program.known_plan(), prepared.graph, fails, seconds=MINIMISE_SECONDS)
     text = "it does not fail again" if found is None else f"{found.trials} plans tried"
     prepared.context.progress("minimise", time.perf_counter() - started, text)
     return () if found is None else (found.text,)

@@ -102,11 +102,13 @@ class Results:
 
 
 def check_outputs(stage: Stage, outputs: Mapping[str, Tensor]) -> None:
-    """Check that a stage returns all that it declares. Raises ProgramError."""
+    """Check that a stage returns all that it declares, and that its loss is one number. Raises ProgramError."""
     loss = [LOSS] if stage.loss is not None else []
     missing = sorted({*(send.key for send in stage.sends), *stage.updates, *stage.results, *loss} - set(outputs))
     if missing:
         raise ProgramError(f"forward does not return {missing}")
+    if loss and outputs[LOSS].numel() != 1:
+        raise ProgramError(f"forward returns a loss of shape {tuple(outputs[LOSS].shape)}, and a loss is one number")
 
 
 def total_loss(stage: Stage, losses: Kept, communicator: Communicator, precision: str | None = None) -> Tensor:

@@ -53,6 +53,7 @@ ILLEGAL: list[tuple[Layout, tuple[int, ...], tuple[int, ...], str]] = [
     ((Sharded(0, sizes=(4, 3)),), (2,), (8,), "dim 0: the sizes (4, 3) do not add up to 8"),
     ((Sharded(0, 2, sizes=(4, 3)),), (2,), (7,), "dim 0: the sizes (4, 3) in 2 blocks do not add up to 7"),
     ((Sharded(0, sizes=(4, 4)),), (2,), (8,), "dim 0: the sizes (4, 4) are equal, which is said without sizes"),
+    ((Sharded(0, sizes=(7, 7, 0)),), (3,), (7,), "dim 0: the sizes (7, 7, 0) do not add up to 7"),
     ((Sharded(0, sizes=(7, 0)),), (2,), (7,), "dim 0: the sizes (7, 0) leave a rank without elements"),
     ((Sharded(0, sizes=(5, 3)), Sharded(0, 4)), (2, 2), (8,), "a second axis on the unevenly cut dim 0"),
 ]

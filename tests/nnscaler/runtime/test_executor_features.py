@@ -382,3 +382,17 @@ def test_missing_output(run, role: Role) -> None:
 
     with pytest.raises(ProgramError, match=r"rank 0, F0\.0 at .*forward does not return \['h'\]"):
         run([role("F0.0", Forgets)], STATE, BATCH)
+
+
+def test_a_loss_of_several_numbers(run, role: Role) -> None:
+    class Many(Sender):
+        sends = ()
+        loss = Loss({})
+
+        def forward(self, x):
+            return {"loss": x * self.w}
+
+    with pytest.raises(
+        ProgramError, match=r"rank 0, F0\.0 at .*returns a loss of shape \(2,\), and a loss is one number"
+    ):
+        run([role("F0.0 B0.0", Many)], STATE, BATCH)

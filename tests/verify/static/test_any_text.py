@@ -53,6 +53,16 @@ class _Deep(nn.Module):
         return x.square().mean()
 
 
+class _Taken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.weight)
+        return (y.sort(-1).values * y).mean()
+
+
 @pytest.fixture(scope="module")
 def dropping() -> Program:
     return nnscaler.parallelize(_Dropping(), {"x": torch.randn(4, 8)}, ranks=2, plan="dp=2")
@@ -149,6 +159,37 @@ DECLARATIONS: list[tuple[str, str, str]] = [
 @pytest.mark.parametrize(("pattern", "new"), [d[1:] for d in DECLARATIONS], ids=[d[0] for d in DECLARATIONS])
 def test_a_declaration_that_makes_no_sense_is_a_finding(pattern: str, new: str, deep: Program) -> None:
     read(deep, (pattern, new))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "new", "said"),
+    [
+        (r", peers=\(\d,\)", "", "does not say its peers"),
+        (r"^( +\"\w+\": Parameter\(\"[\w.]+\").*\)", r"\1)", "does not say its shape and dtype"),
+        (r"ranks = \(0,\)", "ranks = ()", "has the ranks ()"),
+    ],
+)
+def test_a_declaration_that_lacks_something_says_what(pattern: str, new: str, said: str, deep: Program) -> None:
+    messages = [finding.message for finding in read(deep, (pattern, new))]
+    assert all(said in message and "Error" not in message for message in messages), messages
+
+
+def test_a_line_that_reads_two_wrong_ones_hides_neither(dropping: Program) -> None:
+    """One of which nothing is known, and one that would be idle if nobody read it."""
+    found = read(
+        dropping,
+        (r"^( +)(linear_1 = .*)$", r"\1\2\n\1linear_1 = comm.all_reduce(linear_1, self.dp)"),
+        (r"^( +)(zeros = .*)$", r"\1\2\n\1zeros = aten.mul.Tensor(zeros, 3)"),
+    )
+    assert {f.code for f in found} == {"layouts_disagree", "operation_differs"}
+    assert any("aten.mul.Tensor(zeros, 3)" in f.message for f in found)
+
+
+def test_a_wrong_line_that_two_lines_read_is_told_once() -> None:
+    """The first of which takes apart what it is given."""
+    program = nnscaler.parallelize(_Taken(), {"x": torch.randn(4, 8)}, ranks=2, plan="dp=2")
+    (finding,) = read(program, (r"(linear = aten\.linear\(x, self\.weight)\)", r"\1) * 3"))
+    assert "linear" in finding.message
 
 
 @pytest.mark.parametrize("text", ["", "\0", "# \ud800", '"""text"""', "(" * 5000, "x = " + "+".join("x" * 50000)])

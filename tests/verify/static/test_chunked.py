@@ -126,6 +126,22 @@ def test_wrong_pieces_are_refuted(pattern: str, new: str, code: str, message: st
     assert message in finding.message, finding.message
 
 
+@pytest.mark.parametrize(
+    ("case", "cause"),
+    [
+        ("joined instead of summed", "the pieces are put together as they lie: by Partial()"),
+        ("bias in every piece", "each of the pieces of co contributes the whole"),
+        ("bias in every piece", "(comm.keep_first_replicated leaves it in the first)"),
+    ],
+)
+def test_no_cause_asks_for_communication_between_pieces(case: str, cause: str) -> None:
+    found = program("gpt", "dp=1", 1, MLP, ATTENTION, LOSS)
+    pattern, new = next(c[1:3] for c in CASES if c[0] == case)
+    finding = first(found, re.sub(pattern, new, found.sources["role_0.py"], count=1))
+    assert finding.cause is not None
+    assert cause in finding.cause
+
+
 def test_a_sum_of_pieces_in_another_order_is_proved() -> None:
     found = program("gpt", "dp=1", 1, MLP)
     text, times = re.subn(r"(co_1, co=i.*?)range\(2\)(.*Partial\(\))", r"\1(1, 0)\2", found.sources["role_0.py"])

@@ -316,7 +316,14 @@ def test_an_edit_of_an_entry_of_the_manifest_is_refuted(programs: dict[str, Prog
         result = check_program(program.sources, program.graph, manifest=changed)
         found = [finding for outcome in result.outcomes for finding in outcome.findings]
         assert [finding.code for finding in found] == ["record_differs"], entry
-        assert f"manifest.json has {entry} " in found[0].message
+        assert found[0].message.startswith(f"manifest.json has {entry}")
+    last = dataclasses.replace(manifest.parameters[-1], dtype="bfloat16")
+    changed = dataclasses.replace(manifest, parameters=(*manifest.parameters[:-1], last))
+    ((finding,),) = [
+        o.findings for o in check_program(program.sources, program.graph, manifest=changed).outcomes if o.findings
+    ]
+    at = f"parameters[{len(manifest.parameters) - 1}].dtype"
+    assert finding.message == f"manifest.json has {at} bfloat16, and the model has float32"
     for entry, value in TOLD.items():
         changed = dataclasses.replace(manifest, **{entry: value})
         assert changed != manifest

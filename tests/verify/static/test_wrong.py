@@ -43,6 +43,8 @@ CASES = [
     ("backward all_reduce", r"= comm\.replicate\((layer_norm), self\.tp\)", r"= \1", "layouts_disagree", "a backward all_reduce over tp is missing"),
     ("bias on every rank", r"= comm\.keep_first\((self\.blocks_0_attn_proj_bias), self\.tp\)", r"= \1", "layouts_disagree", "it is counted 2 times"),
     ("gradient sum", r'("blocks_0_ln_1_weight".*?), reduce=\("dp",\)', r"\1", "layouts_disagree", "over dp is missing"),
+    ("a sum that is named twice", r"(blocks_0_ln_1_bias.*\{\}), reduce=\(\"dp\",\)", r'\1, reduce=("dp", "dp")', "gradient_reduced_wrongly", "dp is named twice"),
+    ("a loss that is rounded", r"(loss = Loss\(.*)\)", r'\1, casts=("float16",))', "precision_lost", "it is rounded otherwise"),
     ("sum of what is whole", r"(blocks_0_ln_1_bias.*\{\}), reduce=\(\"dp\",\)", r'\1, reduce=("dp", "tp")', "layouts_disagree", "2 times too large"),
     ("gathered instead of summed", r"comm\.all_reduce\(linear_1, self\.tp\)", "comm.all_gather(linear_1, self.tp, dim=2)", "layouts_disagree", "which have to be added"),
     ("strided instead of contiguous", r"(attn_qkv_weight.*Sharded\(0), outer=3", r"\1", "layouts_disagree", "permutation"),

@@ -13,6 +13,7 @@ from verify.programs.execution.compare_variables import compare_variable, facts_
 from verify.programs.localise.culprit_record import Culprit, Key, RoleLine
 from verify.programs.localise.judge import BOUND
 from verify.programs.localise.teacher_forcing import Teacher
+from verify.programs.typing.explain_layout_mismatch import named_in_time
 
 Lines = Mapping[Key, RoleLine]
 
@@ -152,8 +153,9 @@ def _loss(teacher: Teacher, lines: Lines) -> list[Culprit]:
             declared = stage.loss.states.get(axis, Invariant())
             made = variable.states.get(axis, Invariant())
             if size > 1 and type(declared) is not type(made):
+                each = f"ranks of {axis}" if axis in stage.axes else named_in_time(axis)
                 cause = (
-                    f"each rank of {axis} has a part of a sum that nobody took: Loss declares {declared} on it, and "
+                    f"each of the {each} has a part of a sum that nobody took: Loss declares {declared} on it, and "
                     f"what is returned is {made}"
                 )
                 if isinstance(declared, type(Invariant())) is False:

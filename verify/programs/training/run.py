@@ -17,8 +17,8 @@ from nnscaler.runtime.jobs.job import JobSpecification
 from nnscaler.tracing.export.module_copies import copied
 from nnscaler.tracing.float64_run import convert_floats
 from nnscaler.tracing.sample_inputs import flatten_inputs
+from nnscaler.training.program_on_rank import check_alike, stages_of_roles
 from nnscaler.training.recompilation import SentProgram, SizeClass, sent
-from nnscaler.transform.plan import Plan
 from verify.programs.check_text_before_run import vouch
 from verify.programs.checks.input_and_outcome import CheckOutcome, Tally
 from verify.programs.execution.run_on_backend import Failure, devices_of, run_job, simulate
@@ -142,11 +142,14 @@ def make_training(request: PlanRequest, prepared: Prepared) -> Training:
     program = program_of(request, prepared)
     model = eager_model(prepared, request.seed, {})
     batches, notes = batches_of(request, prepared, model, carried)
-    short, more, told = _short(program, prepared, model, batches[-1], carried)
+    otherwise = _laid_out_otherwise(program, prepared)
+    short, more, told = (
+        _short(program, prepared, model, batches[-1], carried) if not otherwise else (None, {}, otherwise)
+    )
     model = eager_model(prepared, request.seed, more)
     steps = in_steps(batches, request.train_steps)
     evaluation = None
-    if not model.draws_in_evaluation():
+    if not otherwise and not model.draws_in_evaluation():
         evaluation = short or batches[0]
     if short is not None and len(steps) > 1:
         steps = (*steps[:-1], (short,))
@@ -172,11 +175,16 @@ def program_of(request: PlanRequest, prepared: Prepared) -> Program:
     """Return the program of a folder as the engine takes it: with the model, and its random parameters."""
     opened = prepared.program
     sources = {file: (opened.path / file).read_text(encoding="utf-8") for file in opened.role_files}
-    plan = Plan.from_json((opened.path / "plan.json").read_text(encoding="utf-8"))
     sample = prepared.sample
     origin = Origin(prepared.model, sample.rebuild, None, request.specialise)
     return Program(
-        sources, opened.manifest, plan, prepared.graph, state_at_start(prepared), dict(sample.tensors), origin
+        sources,
+        opened.manifest,
+        opened.known_plan(),
+        prepared.graph,
+        state_at_start(prepared),
+        dict(sample.tensors),
+        origin,
     )
 
 
@@ -202,6 +210,23 @@ def batches_of(
         return batches, ()
     note = "the batches of the training are rows of the sample batch, drawn anew: the model takes no others"
     return [reordered(sample, carried, request.seed + 1 + i) for i in range(count)], (note,)
+
+
+def _laid_out_otherwise(program: Program, prepared: Prepared) -> tuple[str, ...]:
+    """Return a note where an edited text lays parameters out in another way than the plan does, by which programs for
+    other sizes and for evaluation are compiled: they could not go on with its tensors, and none of them is wrong."""
+    if not prepared.program.changes:
+        return ()
+    try:
+        planned = stages_of_roles(sent(for_batch(program, program.inputs, training=True)), None)
+        edited = stages_of_roles(sent(program), None)
+        check_alike(edited, planned)
+        before, after = ({stage.index: stage.ranks for stage in stages} for stages in (planned, edited))
+        why = "" if before == after else f"its stages are on the ranks {after}, and by the plan on {before}"
+    except NnscalerError as error:
+        why = error.message
+    left_out = "no batch of another size was trained on, and none evaluated: programs for them are compiled by the plan"
+    return (f"{left_out}, and the text was edited: {why}",) if why else ()
 
 
 def _short(

@@ -13,14 +13,17 @@ from op_registry.call import DType
 from op_registry.registry import facts_of
 
 from nnscaler.ir.graph import LogicalTensor, Operation
-from nnscaler.layout import Invariant, Partial, Replicated, Sharded, State
+from nnscaler.layout import MICRO, SLICE, Invariant, Partial, Replicated, Sharded, State
 from verify.programs.typing.lines.canonical_calls import operator_of
 from verify.programs.typing.program_files.rank_program_syntax import Assignment
-from verify.programs.typing.typed_value import Held, Mistake
+from verify.programs.typing.typed_value import Axes, Held, Mistake
 
 
-def disagreement(have: State, need: State, axis: str, parts: int) -> str:
-    """Explain why a value in state `have` cannot stand where `need` is wanted, over an axis of `parts` ranks."""
+def disagreement(have: State, need: State, axes: Axes, number: int) -> str:
+    """Explain why a value in state `have` cannot stand where `need` is wanted, over the axis of this number."""
+    axis, parts = axes.names[number], axes.sizes[number]
+    if number >= axes.first_in_time:
+        return _in_time(have, need, named_in_time(axis), parts)
     match have, need:
         case Invariant(), Replicated():
             return (
@@ -38,7 +41,7 @@ def disagreement(have: State, need: State, axis: str, parts: int) -> str:
         case Invariant() | Replicated(), Partial():
             return (
                 f"every rank of {axis} contributes the whole where each should contribute a term of the sum: it is "
-                f"counted {parts} times (comm.keep_first leaves it on one rank)"
+                f"counted {parts} times (comm.{_keep_first(have)} leaves it on one rank)"
             )
         case Sharded(), Partial():
             return f"a shard over {axis} stands where a term of a sum is needed"
@@ -51,6 +54,32 @@ def disagreement(have: State, need: State, axis: str, parts: int) -> str:
         case Partial(), Partial():
             return f"terms of a {have.reduction} over {axis} stand where terms of a {need.reduction} are needed"
     return f"{have} over {axis} stands where {need} is needed"
+
+
+def named_in_time(axis: str) -> str:
+    """Return what an axis in time counts, in words: they run one after another, and exchange nothing."""
+    return {MICRO: "micro-batches", SLICE: "slices"}.get(axis, f"pieces of {axis}")
+
+
+def _in_time(have: State, need: State, those: str, parts: int) -> str:
+    """Explain the same over an axis in time, on which no communication can make one of the other."""
+    match have, need:
+        case Replicated(), Invariant():
+            return f"the gradient would be added up over {those} that all have the whole: {parts} times too large"
+        case Partial(), Invariant() | Replicated() | Sharded():
+            return f"each of the {those} has only its own term of the sum, which is known when all of them are done"
+        case Invariant() | Replicated(), Partial():
+            return (
+                f"each of the {those} contributes the whole where it should contribute a term of the sum: it is "
+                f"counted {parts} times (comm.{_keep_first(have)} leaves it in the first)"
+            )
+        case Sharded(), Invariant() | Replicated():
+            return f"each of the {those} has only its shard ({have}), and the whole is known when all of them are done"
+    return f"{have} over {those} stands where {need} is needed"
+
+
+def _keep_first(have: State) -> str:
+    return "keep_first" if isinstance(have, Invariant) else "keep_first_replicated"
 
 
 def _shards(have: Sharded, need: Sharded, axis: str) -> str:
@@ -97,12 +126,7 @@ def rounding(line: Assignment, tensor: LogicalTensor) -> Mistake | None:
     operator = operator_of(line.function, {})
     if operator is None or facts_of(operator).moves != "cast":
         return None
-    if not isinstance(dtype, DType) or not tensor.needs_grad:
-        return None
-    have, made = getattr(torch, tensor.dtype), getattr(torch, dtype.name, None)
-    if not isinstance(made, torch.dtype) or not made.is_floating_point or not have.is_floating_point:
-        return None
-    if torch.finfo(made).eps <= torch.finfo(have).eps and torch.finfo(made).max >= torch.finfo(have).max:
+    if not isinstance(dtype, DType) or not tensor.needs_grad or not rounds_to(dtype.name, tensor.dtype):
         return None
     message = f"`{line.text}` rounds `{tensor.name}` from {tensor.dtype} to {dtype.name}, and the model does not"
     cause = (
@@ -110,6 +134,15 @@ def rounding(line: Assignment, tensor: LogicalTensor) -> Mistake | None:
         "for all numbers, and casts do nothing in it"
     )
     return Mistake("precision_lost", message, cause, tensor.name)
+
+
+def rounds_to(made: str, have: str) -> bool:
+    """Return whether a cast to the first dtype loses digits, or range, of the second one."""
+    after, before = getattr(torch, made, None), getattr(torch, have)
+    if not isinstance(after, torch.dtype) or not after.is_floating_point or not before.is_floating_point:
+        return False
+    there, here = torch.finfo(after), torch.finfo(before)
+    return there.eps > here.eps or there.max < here.max
 
 
 def region_differs(line: Assignment, op: Operation) -> Mistake:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from nnscaler.ir.graph import Graph, LogicalTensor
 from nnscaler.ir.layout_conversion import explain_illegal
 from nnscaler.layout import INVARIANT, PARTIAL, Sharded
-from verify.programs.typing.explain_layout_mismatch import disagreement
+from verify.programs.typing.explain_layout_mismatch import disagreement, rounds_to
 from verify.programs.typing.lines.walk import Noted, Reading
 from verify.programs.typing.program_files.rank_program_syntax import ResultText, StageText, StoredText
 from verify.programs.typing.stage import leaf_layout
@@ -80,9 +80,12 @@ def _declared(reading: Reading, stored: StoredText, tensor: LogicalTensor, graph
         found.append(Mistake("not_covered", message, why, tensor.name))
     unknown = [a for a in stored.reduce if a not in reading.stage.axes]
     sharded = [a for a in stored.reduce if a in stored.states]
-    if unknown or sharded or len(set(stored.reduce)) < len(stored.reduce):
+    again = [a for a in stored.reduce if stored.reduce.count(a) > 1]
+    if unknown or sharded or again:
         message = f"the gradient of `{stored.fqn}` cannot be summed over {list(stored.reduce)}"
-        cause = f"over {sharded[0]} each rank has the gradient of another shard" if sharded else None
+        cause = f"{again[0]} is named twice, and its sum is taken once" if again else None
+        cause = f"the stage has the axes {list(reading.stage.axes)}" if unknown else cause
+        cause = f"over {sharded[0]} each rank has the gradient of another shard" if sharded else cause
         found.append(Mistake("gradient_reduced_wrongly", message, cause, tensor.name))
     in_use = bool(graph.consumers[tensor.name])
     if stored.used != in_use and (tensor.needs_grad or in_use):
@@ -224,7 +227,10 @@ def _loss(reading: Reading, graph: Graph) -> Mistake | None:
     if stage.loss_casts != graph.loss_casts:
         said, wanted = (" to ".join(casts) or "nothing" for casts in (stage.loss_casts, graph.loss_casts))
         message = f"the loss is cast to {said}, and in the model to {wanted}"
-        return Mistake("operation_differs", message, "it is rounded otherwise", graph.loss)
+        rest = graph.tensors[graph.loss].dtype
+        lost = any(rounds_to(cast, rest) for cast in stage.loss_casts if cast not in graph.loss_casts)
+        code = "precision_lost" if lost else "operation_differs"
+        return Mistake(code, message, "it is rounded otherwise", graph.loss)
     try:
         written = axes.layout(stage.loss)
     except Mistake as mistake:
@@ -234,10 +240,10 @@ def _loss(reading: Reading, graph: Graph) -> Mistake | None:
         message = f"the loss is declared {other[0]}, and the runtime takes one number, or a sum of numbers"
         return Mistake("layouts_disagree", message, None, graph.loss)
     declared = normal(written, axes.sizes, True)
-    for axis, parts, have, told in zip(axes.names, axes.sizes, held.layout, declared, strict=True):
+    for number, (axis, have, told) in enumerate(zip(axes.names, held.layout, declared, strict=True)):
         if have != told or told not in (INVARIANT, PARTIAL):  # what training starts from is one number or a sum
             message = f"the loss is {have} over {axis}, and declared {told}"
-            return Mistake("layouts_disagree", message, disagreement(have, told, axis, parts), graph.loss)
+            return Mistake("layouts_disagree", message, disagreement(have, told, axes, number), graph.loss)
     return None
 
 
@@ -348,8 +354,8 @@ def _result(reading: Reading, declared: ResultText, right: str, graph: Graph) ->
     except Mistake as mistake:
         return mistake
     told, have = (normal(layout, axes.sizes, False) for layout in (written, held.layout))
-    for axis, parts, one, other in zip(axes.names, axes.sizes, have, told, strict=True):
+    for number, (axis, one, other) in enumerate(zip(axes.names, have, told, strict=True)):
         if one != other:
             message = f"the result `{name}` is {one} over {axis}, and declared {other}"
-            return Mistake("layouts_disagree", message, disagreement(one, other, axis, parts), right)
+            return Mistake("layouts_disagree", message, disagreement(one, other, axes, number), right)
     return None

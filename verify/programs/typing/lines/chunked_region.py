@@ -23,7 +23,6 @@ from nnscaler.layout import (
     local_outer,
     with_state,
 )
-from verify.programs.typing.explain_layout_mismatch import disagreement
 from verify.programs.typing.program_files.rank_program_syntax import RegionPieces
 from verify.programs.typing.typed_value import Axes, Held, Mistake, normal
 
@@ -67,7 +66,7 @@ def left(held: Held, said: State, position: int, axes: Axes, graph: Graph) -> He
         message = (
             f"`{tensor.name}` is joined as {said} over {axis}, and each piece has it {local} (of what one rank has)"
         )
-        raise Mistake("layouts_disagree", message, disagreement(have, said, axis, axes.sizes[position]), tensor.name)
+        raise Mistake("layouts_disagree", message, f"the pieces are put together as they lie: by {local}", tensor.name)
     if tensor.needs_grad and (isinstance(have, Invariant) or have == Partial("max")):
         message = f"`{tensor.name}` leaves the pieces of {axis} as {have}, which has no gradient over them"
         raise Mistake("layouts_disagree", message, "only the first piece would get its gradient", tensor.name)

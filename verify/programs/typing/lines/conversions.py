@@ -11,7 +11,6 @@ from nnscaler.ir.graph import LogicalTensor
 from nnscaler.ir.layout_conversion import ROWS, ConversionRow, explain_illegal
 from nnscaler.layout import (
     INVARIANT,
-    MICRO,
     REPLICATED,
     SLICE,
     Invariant,
@@ -26,7 +25,7 @@ from nnscaler.layout import (
     local_outer,
     rows_of,
 )
-from verify.programs.typing.explain_layout_mismatch import converted, disagreement
+from verify.programs.typing.explain_layout_mismatch import converted, disagreement, named_in_time
 from verify.programs.typing.lines.uniform_value_dims import NO_DIMS, Dims, same_piece
 from verify.programs.typing.program_files.rank_program_syntax import Assignment, Variable
 from verify.programs.typing.typed_value import Axes, Held, Mistake, normal
@@ -117,7 +116,7 @@ def _check_direction(line: Assignment, row: ConversionRow, axes: Axes, number: i
     axis, parts = axes.names[number], axes.sizes[number]
     if number < axes.first_in_time:
         return
-    those = {MICRO: "micro-batches", SLICE: "slices"}.get(axis, f"pieces of {axis}")
+    those = named_in_time(axis)
     if parts == 1:
         raise Mistake("communication_mismatch", f"`{line.text}`: there are no {those} to tell apart here")
     if row.forward or (row.backward and tensor.needs_grad):
@@ -150,7 +149,7 @@ def _check_source(
     if isinstance(have, Partial):
         wanted = given.reduction
         if have.reduction != wanted:
-            cause = disagreement(have, Partial(wanted), axes.names[axis], axes.sizes[axis])
+            cause = disagreement(have, Partial(wanted), axes, axis)
             message = f"`{line.text}` takes a {wanted} of `{tensor.name}`, whose parts are those of a {have.reduction}"
             raise Mistake("layouts_disagree", message, cause, tensor.name)
         if wanted == "max" and tensor.needs_grad:

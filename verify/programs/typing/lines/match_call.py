@@ -53,7 +53,7 @@ def difference(
     numbers = iter(order)
     for name in dict.fromkeys((*wanted, *found)):
         if name not in found:
-            return f"`{name}` is not given, and one shard's is {_text(wanted[name])}"
+            return f"`{name}` is {_default(expected.operator, name)}, and one shard's is {_text(wanted[name])}"
         if name not in wanted:
             return f"`{name}` is {_text(found[name])}, and one shard's is {_default(expected.operator, name)}"
         if not _same(wanted[name], found[name], numbers, sizes):

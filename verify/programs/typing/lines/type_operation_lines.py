@@ -262,7 +262,7 @@ class Typer:
             "layouts_disagree",
             f"`{op.operator}` that makes `{op.outputs[0]}` needs `{op.inputs[slot]}` {need} over {name} "
             f"({chosen[axis]}), and it is {have} there",
-            disagreement(have, need, name, axes.sizes[axis]),
+            disagreement(have, need, axes, axis),
             op.inputs[slot],
         )
 

@@ -6,7 +6,7 @@ makes the tensor that it started from, and one that nothing reads changes nothin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, product
 
@@ -225,7 +225,7 @@ class Walk:
             return
         used = [line.kwargs["x"]] if line.is_conversion else line.variables
         knowns = {v: self._known(line.number, v) for v in used}
-        if line.is_conversion or not any(isinstance(k, Idle) for k in knowns.values()):
+        if line.is_conversion or not _may_be_idle(knowns.values()):
             knowns = {v: self.read(line.number, v) for v in used}
             if None in knowns.values():
                 for target in line.targets:
@@ -335,9 +335,7 @@ class Walk:
     def _untyped(self, line: Assignment, knowns: dict[Variable, Known], noted: Noted) -> None:
         """Handle a line that is no operation of the model."""
         if line.is_conversion or len(line.targets) != 1 or line.sequence:
-            self.reading.mistakes.append(noted)
-            for target in line.targets:
-                self._assign(target, None)
+            self._wrong_here_or_before(line, noted)
             return
         axes = self.reading.axes
         source = line.kwargs.get("self")
@@ -357,7 +355,7 @@ class Walk:
         local = {v: k.local if isinstance(k, Idle) else k for v, k in knowns.items() if isinstance(k, Idle | Held)}
         result = idle_result(line, local, self.graph, axes)
         if not result:
-            self._wrong(line, noted.mistake) if noted.number == line.number else self._wrong_before(line, noted)
+            self._wrong_here_or_before(line, noted)
             return
         self._idle(line, [k if not isinstance(k, Held) else local_tensors(k, self.graph, axes) for k in local.values()])
         self._assign(line.targets[0], Idle(noted, result), move)
@@ -367,12 +365,20 @@ class Walk:
         if not idle_at_all_sizes(line, operands):
             self.reading.at_sample[line.number] = line
 
-    def _wrong_before(self, line: Assignment, noted: Noted) -> None:
-        """Note that a line reads the result of an idle line."""
+    def _wrong_here_or_before(self, line: Assignment, noted: Noted) -> None:
+        """Note the mistake of a line, or that of an idle line whose result it reads: once, whoever reads it next."""
+        if noted.number == line.number:
+            self._wrong(line, noted.mistake)
+            return
         for variable in line.variables:
             self.read(line.number, variable)
         for target in line.targets:
             self._assign(target, None)
+
+
+def _may_be_idle(knowns: Collection[Known]) -> bool:
+    """Return whether a line has operands that are idle, and none of which nothing is known: then they are read."""
+    return any(isinstance(k, Idle) for k in knowns) and all(isinstance(k, Idle | Held) for k in knowns)
 
 
 def _results(typed: Typed) -> tuple[Held | Absent, ...]:

@@ -53,16 +53,27 @@ def check_manifest(manifest: Manifest, roles: Sequence[RoleText], graph: Graph) 
         "micro_batches": manifest.micro_batches,
         **{name: encode(getattr(manifest, name)) for name in of_model},
     }
-    wrong = [
-        Mistake(
-            "record_differs",
-            f"{MANIFEST} has {name} {_short(found[name])}, and {_source(name)} {_short(right[name])}",
-            "the runtime reads the manifest: which rank runs which file, and which batch and parameters they are for",
-        )
-        for name in right
-        if found[name] != right[name]
-    ]
+    cause = "the runtime reads the manifest: which rank runs which file, and which batch and parameters they are for"
+    wrong = []
+    for name in (name for name in right if found[name] != right[name]):
+        at, here, there = _first_difference(name, found[name], right[name])
+        message = f"{MANIFEST} has {at} {_short(here)}, and {_source(name)} {_short(there)}"
+        wrong.append(Mistake("record_differs", message, cause))
     return len(right), wrong
+
+
+def _first_difference(at: str, found: Any, right: Any) -> tuple[str, Any, Any]:
+    """Return where two entries first differ, as `parameters[2].dtype`, and what is there in each: whole entries may
+    be long, and alike as far as they are shown."""
+    if isinstance(found, dict) and isinstance(right, dict) and found.keys() == right.keys():
+        name = next(name for name in found if found[name] != right[name])
+        return _first_difference(f"{at}.{name}", found[name], right[name])
+    if isinstance(found, list) and isinstance(right, list) and len(found) != len(right):
+        return at, f"of length {len(found)}", f"length {len(right)}"
+    if isinstance(found, list) and isinstance(right, list):
+        place = next(i for i, (here, there) in enumerate(zip(found, right, strict=True)) if here != there)
+        return _first_difference(f"{at}[{place}]", found[place], right[place])
+    return at, found, right
 
 
 def _returns(roles: Sequence[RoleText], graph: Graph) -> Returns:

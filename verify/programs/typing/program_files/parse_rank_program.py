@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -241,7 +241,7 @@ def _stage(file: str, node: ast.ClassDef, source: Sequence[str]) -> StageText:
     named = all(type(axis) is str for axis in (*fixed["axes"], *time_axes)) and type(fixed["index"]) is int
     if node.name != f"Stage{fixed['index']}" or not named or not all(type(n) is int and 1 <= n <= _MOST for n in sizes):
         raise Unreadable(node, f"`class {node.name}` has index {fixed['index']}, axes and micro-batches {sizes}")
-    if not _tuple_of(int, fixed["ranks"]) or not _tuple_of(str, (*updates, *updates.values())):
+    if not fixed["ranks"] or not _tuple_of(int, fixed["ranks"]) or not _tuple_of(str, (*updates, *updates.values())):
         raise Unreadable(node, f"`class {node.name}` has the ranks {fixed['ranks']} and the updates {updates}")
     return StageText(
         file,
@@ -291,8 +291,8 @@ def _items(found: Mapping[str, tuple[ast.expr, int]], name: str) -> list[ast.Cal
     return [e for e in node.elts if isinstance(e, ast.Call)]
 
 
-def _arguments(call: ast.Call, names: Sequence[str]) -> tuple[str, dict[str, Any]]:
-    """Return the class that is called, and its arguments by name."""
+def _arguments(call: ast.Call, names: Sequence[str], optional: Collection[str] = ()) -> tuple[str, dict[str, Any]]:
+    """Return the class that is called, and its arguments by name; those that are not `optional` are all there."""
     if len(call.args) > len(names):
         raise Unreadable(call, f"`{ast.unparse(call)}` has too many arguments")
     given = dict(zip(names, (read_value(a) for a in call.args), strict=False))
@@ -300,6 +300,8 @@ def _arguments(call: ast.Call, names: Sequence[str]) -> tuple[str, dict[str, Any
         if keyword.arg is None or keyword.arg in given or keyword.arg not in names:
             raise Unreadable(call, f"`{ast.unparse(call)}` has an argument {keyword.arg or ast.unparse(keyword)!r}")
         given[keyword.arg] = read_value(keyword.value)
+    if lacking := [name for name in names if name not in given and name not in optional]:
+        raise Unreadable(call, f"`{ast.unparse(call)}` does not say its {' and '.join(lacking)}")
     if odd := [name for name, value in given.items() if name in _FORMS and not _FORMS[name](value)]:
         raise Unreadable(call, f"`{ast.unparse(call)}`: {odd[0]} is {given[odd[0]]!r}, which the runtime does not take")
     return ast.unparse(call.func), given
@@ -315,8 +317,8 @@ def _stored(group: str, found: Mapping[str, tuple[ast.expr, int]]) -> list[Store
     result: list[StoredText] = []
     for variable, call in _entries(found, group):
         more = tuple(_OF_PARAMETERS) if _CLASS_OF[group] == "Parameter" else ()
-        kind, given = _arguments(call, ("fqn", "shape", "dtype", "states", *more))
-        if kind != _CLASS_OF[group] or not {"fqn", "shape", "dtype"} <= set(given):
+        kind, given = _arguments(call, ("fqn", "shape", "dtype", "states", *more), ("states", *more))
+        if kind != _CLASS_OF[group]:
             raise Unreadable(call, f"`{ast.unparse(call)}` is no entry of `{group}`")
         result.append(
             StoredText(
@@ -336,8 +338,8 @@ def _stored(group: str, found: Mapping[str, tuple[ast.expr, int]]) -> list[Store
 def _inputs(group: str, found: Mapping[str, tuple[ast.expr, int]]) -> list[InputText]:
     result: list[InputText] = []
     for variable, call in _entries(found, group):
-        kind, given = _arguments(call, ("name", "states"))
-        if kind != "Input" or "name" not in given:
+        kind, given = _arguments(call, ("name", "states"), ("states",))
+        if kind != "Input":
             raise Unreadable(call, f"`{ast.unparse(call)}` is no input")
         result.append(InputText(call.lineno, variable, given["name"], _states(call, given.get("states", {}))))
     return result
@@ -346,14 +348,16 @@ def _inputs(group: str, found: Mapping[str, tuple[ast.expr, int]]) -> list[Input
 def _message(call: ast.Call, variable: str) -> MessageText | ExchangeText:
     kind = ast.unparse(call.func)
     if kind == "Exchange":
-        _, given = _arguments(call, ("key", "stage", "messages", "backward", "shape", "dtype", "needs_grad"))
+        _, given = _arguments(
+            call, ("key", "stage", "messages", "backward", "shape", "dtype", "needs_grad"), ("dtype", "needs_grad")
+        )
         needs_grad, dtype = given.get("needs_grad", True), given.get("dtype", "float32")
         sides, shape = (tuple(given["messages"]), tuple(given["backward"])), _shape(call, given["shape"])
         return ExchangeText(call.lineno, given["key"], given["stage"], *sides, shape, dtype, needs_grad, variable)
     if kind == "Receive" and variable:
-        _, given = _arguments(call, ("key", "stage", "shape", "dtype", "peers", "needs_grad"))
+        _, given = _arguments(call, ("key", "stage", "shape", "dtype", "peers", "needs_grad"), ("needs_grad",))
     elif kind == "Send" and not variable:
-        _, given = _arguments(call, ("key", "stage", "peers", "needs_grad"))
+        _, given = _arguments(call, ("key", "stage", "peers", "needs_grad"), ("needs_grad",))
     else:
         raise Unreadable(call, f"`{ast.unparse(call)}` is no message")
     return MessageText(
@@ -381,8 +385,8 @@ def _shape(call: ast.Call, value: Any) -> tuple[int | Expression, ...]:
 
 
 def _result(call: ast.Call, name: str) -> ResultText:
-    kind, given = _arguments(call, ("shape", "dtype", "states"))
-    if kind != "Result" or "dtype" not in given or not _tuple_of(int, given.get("shape")):
+    kind, given = _arguments(call, ("shape", "dtype", "states"), ("states",))
+    if kind != "Result" or not _tuple_of(int, given["shape"]):
         raise Unreadable(call, f"`{ast.unparse(call)}` is no entry of `results`")
     return ResultText(call.lineno, name, given["shape"], given["dtype"], _states(call, given.get("states", {})))
 
@@ -392,5 +396,5 @@ def _loss(found: Mapping[str, tuple[ast.expr, int]]) -> tuple[Mapping[str, State
         return None, ()
     if not isinstance(node := found["loss"][0], ast.Call) or ast.unparse(node.func) != "Loss":
         raise Unreadable(node, f"`{ast.unparse(node)}` is no loss")
-    given = _arguments(node, ("states", "casts"))[1]
+    given = _arguments(node, ("states", "casts"), ("states", "casts"))[1]
     return _states(node, given.get("states", {})), given.get("casts", ())
