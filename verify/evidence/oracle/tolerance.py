@@ -17,7 +17,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from nnscaler.runtime.tensor_bits_and_difference import (
+from nnscaler.runtime.tensor_values import (
     FAMILY_SHARE,
     as_real,
     is_finite,

@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from nnscaler.runtime.tensor_bits_and_difference import difference
+from nnscaler.runtime.tensor_values import difference
 from verify.external.program import ExternalProgram
 from verify.external.reference import PlainReference, run_reference
 from verify.programs.low_precision.noise import NearTies, moved_model, rounded_model

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from nnscaler.errors import few
-from nnscaler.runtime.tensor_bits_and_difference import FLOAT64_BOUND
+from nnscaler.runtime.tensor_values import FLOAT64_BOUND
 from nnscaler.tracing.export.module_copies import copied_with_hooks
 from nnscaler.tracing.float64_run import convert_floats
 from verify.external.differential_run import ExternalCase

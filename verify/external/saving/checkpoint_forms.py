@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from nnscaler.runtime.tensor_bits_and_difference import FILL, difference, family_scale
+from nnscaler.runtime.tensor_values import FILL, difference, family_scale
 from nnscaler.tracing.export.module_copies import copied_with_hooks
 from verify.external.observe_rank_run import modules_of
 from verify.external.parameter_mapping import StateMap, clean_name

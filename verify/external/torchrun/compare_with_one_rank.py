@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nnscaler.error_text import first_line
-from nnscaler.runtime.tensor_bits_and_difference import (
+from nnscaler.runtime.tensor_values import (
     FLOAT64_BOUND,
     difference,
     distance_of_copies,

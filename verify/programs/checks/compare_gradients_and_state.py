@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from nnscaler.runtime.tensor_bits_and_difference import (
+from nnscaler.runtime.tensor_values import (
     FILL,
     TensorDifference,
     difference,

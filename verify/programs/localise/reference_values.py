@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nnscaler.ir.graph import Graph, Operation
-from nnscaler.runtime.tensor_bits_and_difference import is_whole
+from nnscaler.runtime.tensor_values import is_whole
 from nnscaler.runtime.training.autocast import AskedDtypes
 from nnscaler.tracing.float64_run import exact_tensor
 from nnscaler.tracing.run_graph import run_graph

@@ -15,7 +15,7 @@ from torch import Tensor
 from nnscaler.layout import Sharded
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.shards import logical_indices
-from nnscaler.runtime.tensor_bits_and_difference import bits_of
+from nnscaler.runtime.tensor_values import bits_of
 from nnscaler.runtime.training.saving.rank_tensors import StoredTensor
 
 
