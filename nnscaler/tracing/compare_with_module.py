@@ -15,7 +15,7 @@ from op_registry.spec import SourceLocation
 
 from nnscaler.errors import NnscalerError, few
 from nnscaler.ir.graph import LOSS, Graph
-from nnscaler.runtime.tensor_bits_and_difference import FAMILY_SHARE, FILL, FLOAT64_BOUND, difference, family_scale
+from nnscaler.runtime.tensor_values import FAMILY_SHARE, FILL, FLOAT64_BOUND, difference, family_scale
 from nnscaler.runtime.training.autocast import AskedDtypes
 from nnscaler.tracing.export.loss_module import results_of
 from nnscaler.tracing.export.module_copies import copied

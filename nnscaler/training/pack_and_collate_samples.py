@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset, default_collate
 from nnscaler.errors import NnscalerError
 from nnscaler.model_file import generators_kept
 from nnscaler.runtime.nested_values import leaves_of, map_tensors, tensors_in
-from nnscaler.runtime.tensor_bits_and_difference import same_bits
+from nnscaler.runtime.tensor_values import same_bits
 
 Collate = Callable[[list[Any]], Any]
 _STACKED = (

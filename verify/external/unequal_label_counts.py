@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nnscaler.error_text import in_one_line
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.nested_values import map_tensors, tensors_in
-from nnscaler.runtime.tensor_bits_and_difference import difference
+from nnscaler.runtime.tensor_values import difference
 from nnscaler.tracing.export.module_copies import copied_with_hooks
 from verify.external.program import Batch, ExternalProgram
 from verify.external.reference import (

@@ -23,7 +23,7 @@ from nnscaler.errors import NnscalerError, few
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation_annotations import signatures
 from nnscaler.ir.placement import Choice, RunInvariant
-from nnscaler.runtime.tensor_bits_and_difference import difference, family_scale
+from nnscaler.runtime.tensor_values import difference, family_scale
 from nnscaler.tracing import Traced
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.plan import (

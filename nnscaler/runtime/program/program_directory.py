@@ -19,7 +19,7 @@ from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.program.load_python import letting_go, load_role
 from nnscaler.runtime.shards import unravel
 from nnscaler.runtime.stage_base_class import Exchange, Receive, RunContext, Stage
-from nnscaler.runtime.tensor_bits_and_difference import bits_of, same_bits
+from nnscaler.runtime.tensor_values import bits_of, same_bits
 from nnscaler.runtime.training.gradients.gradient_plan import holding
 
 _CONSTANT = "_constants."  # of the names of tensors that the model's code makes

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nnscaler.atomic_writes import cannot_write, save_tensors
 from nnscaler.errors import NnscalerError
-from nnscaler.runtime.tensor_bits_and_difference import same_bits
+from nnscaler.runtime.tensor_values import same_bits
 from nnscaler.runtime.training.saving.checkpoint import MODEL, RunRecord, read_run
 from nnscaler.runtime.training.saving.dcp import METADATA, Folder, whole
 from nnscaler.training.saving.checkpoint_rotation import RunFolder

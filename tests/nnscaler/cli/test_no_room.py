@@ -199,7 +199,7 @@ def test_a_full_temporary_folder_is_told_before_the_work(
 
     monkeypatch.setattr(atomic_writes, "_fill", full)
     # in this order: the first module takes the name from the second one when it is imported, here for the first time
-    monkeypatch.setattr("nnscaler.cli.main.check_writable", lambda path: None)
+    monkeypatch.setattr("nnscaler.cli.output.print_reports.check_writable", lambda path: None)
     monkeypatch.setattr(atomic_writes, "check_writable", lambda path: None)  # profile.json
     assert main(words) == 2
     err = capsys.readouterr().err

@@ -10,15 +10,7 @@ import torch
 from torch import Tensor
 
 from nnscaler.errors import few
-from nnscaler.runtime.tensor_bits_and_difference import (
-    FAMILY_SHARE,
-    FILL,
-    as_real,
-    difference,
-    family_scale,
-    largest,
-    same_values,
-)
+from nnscaler.runtime.tensor_values import FAMILY_SHARE, FILL, as_real, difference, family_scale, largest, same_values
 from verify.external.comparison.comparison_records import ComparisonResult, Difference, ProgramRun
 from verify.external.comparison.losses_and_norms import compare_losses, compare_norms
 from verify.external.comparison.reference_in_parts_and_noise import MEAN_OF_MEANS, cause_by_micro_batches

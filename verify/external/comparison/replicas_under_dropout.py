@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from op_registry.spec import SourceLocation
 
-from nnscaler.runtime.tensor_bits_and_difference import difference, family_scale
+from nnscaler.runtime.tensor_values import difference, family_scale
 from nnscaler.tracing.export.module_copies import copied_with_hooks
 from nnscaler.tracing.float64_run import exact
 from verify.external.observe_rank_run import RankRecord

@@ -22,7 +22,7 @@ from op_registry.numbers_in_user_code import numbers_in
 from op_registry.spec import OperatorSpec
 
 from nnscaler.error_text import in_one_line
-from nnscaler.runtime.tensor_bits_and_difference import TensorDifference, difference, family_scale
+from nnscaler.runtime.tensor_values import TensorDifference, difference, family_scale
 from verify.evidence.inputs.concrete_call import ConcreteCall, function_of
 from verify.operators.audit.backward_culprit import Blame, find_wrong
 from verify.operators.audit.central_differences import (

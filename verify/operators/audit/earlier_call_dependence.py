@@ -21,7 +21,7 @@ from op_registry.spec import OperatorSpec
 
 import nnscaler
 from nnscaler.is_user_file import is_users
-from nnscaler.runtime.tensor_bits_and_difference import difference
+from nnscaler.runtime.tensor_values import difference
 from verify.evidence.inputs.concrete_call import ConcreteCall
 from verify.evidence.inputs.draw_calls import resize
 from verify.evidence.inputs.import_user_code import end_where_loaded_anew, load_anew

@@ -19,7 +19,7 @@ from op_registry.spec import Refusal
 
 from nnscaler.error_text import first_line
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
-from nnscaler.runtime.tensor_bits_and_difference import largest
+from nnscaler.runtime.tensor_values import largest
 from verify.evidence.dimension_types.check_localize_hooks import composes, left_alone
 from verify.evidence.dimension_types.prove import NO_GRADIENT
 from verify.evidence.oracle.case_runner import CaseResult, WholeRaised

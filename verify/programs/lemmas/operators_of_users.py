@@ -35,7 +35,7 @@ from nnscaler.ir.placement import Choice, Split
 from nnscaler.manifest import Manifest
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.program.user_operators import locate
-from nnscaler.runtime.tensor_bits_and_difference import FLOAT64_BOUND, difference, family_scale
+from nnscaler.runtime.tensor_values import FLOAT64_BOUND, difference, family_scale
 from verify.evidence.inputs.concrete_call import ConcreteCall, function_of
 from verify.evidence.inputs.import_user_code import end_where_loaded_anew, load_anew
 from verify.evidence.oracle.run_whole_operator import WholeRun, run_whole

@@ -8,7 +8,7 @@ from nnscaler.ir import gradient_flow
 from nnscaler.layout import Invariant, State
 from nnscaler.runtime.shards import shard, unravel
 from nnscaler.runtime.stage_base_class import is_trained, sizes_in_time
-from nnscaler.runtime.tensor_bits_and_difference import difference
+from nnscaler.runtime.tensor_values import difference
 from verify.programs.execution.compare_variables import compare_variable, facts_of
 from verify.programs.localise.culprit_record import Culprit, Key, RoleLine
 from verify.programs.localise.judge import BOUND

@@ -18,7 +18,7 @@ from torch import Tensor
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.layout import Partial, State
 from nnscaler.runtime.shards import Coordinates, ravel, shard
-from nnscaler.runtime.tensor_bits_and_difference import is_whole
+from nnscaler.runtime.tensor_values import is_whole
 from nnscaler.runtime.training.autocast import AskedDtypes
 from nnscaler.tracing.float64_run import exact_tensor
 from nnscaler.tracing.run_graph import run_graph

@@ -16,7 +16,7 @@ from math import inf, isfinite, sqrt
 import torch
 from torch import Tensor
 
-from nnscaler.runtime.tensor_bits_and_difference import FAMILY_SHARE, difference, is_finite, real_numbers
+from nnscaler.runtime.tensor_values import FAMILY_SHARE, difference, is_finite, real_numbers
 
 NAMES = ("greatest", "norm", "factor")
 Statistics = tuple[float, float, float]

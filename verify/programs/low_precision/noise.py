@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nnscaler.runtime.tensor_bits_and_difference import FILL, as_real, family_scale, is_finite, is_whole
+from nnscaler.runtime.tensor_values import FILL, as_real, family_scale, is_finite, is_whole
 from nnscaler.tracing.export.module_copies import copied_with_hooks
 from nnscaler.tracing.float64_run import exact
 from nnscaler.tracing.sample_inputs import SampleInputs

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from nnscaler.codegen.compiled_program import Program
 from nnscaler.runtime.communication.communicator import Communicator
-from nnscaler.runtime.tensor_bits_and_difference import kept
+from nnscaler.runtime.tensor_values import kept
 from nnscaler.training.engine import Engine
 from nnscaler.training.program_on_rank import EngineSettings
 from nnscaler.training.recompilation import SentProgram, SizeClass, Vouch

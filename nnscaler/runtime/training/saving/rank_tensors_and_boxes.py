@@ -16,7 +16,7 @@ from nnscaler.layout import Sharded, States
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.shards import logical_indices
 from nnscaler.runtime.stage_base_class import INPUT_GRADIENT, Buffer, Parameter, Stage
-from nnscaler.runtime.tensor_bits_and_difference import bits_of
+from nnscaler.runtime.tensor_values import bits_of
 from nnscaler.runtime.training.gradients.clipping import holds_first_copy
 
 

@@ -11,7 +11,7 @@ from itertools import permutations
 from torch import Tensor
 
 from nnscaler.layout import MICRO
-from nnscaler.runtime.tensor_bits_and_difference import same_bits
+from nnscaler.runtime.tensor_values import same_bits
 from verify.self_test.programs.mutants.editable_program import (
     DeclarationEntry,
     Find,
