@@ -29,7 +29,7 @@ class Configuration:
     chunks          stages on each pipeline device
     ep              of the ranks of dp, which it divides, how many divide the experts
     cp              ranks that share the tokens of a sequence
-    within          whether the stages of the pipeline are cut within numbered layers
+    within_layers   whether the stages of the pipeline are cut within numbered layers
     """
 
     dp: int = 1
@@ -42,7 +42,7 @@ class Configuration:
     chunks: int = 1
     ep: int = 1
     cp: int = 1
-    within: bool = False
+    within_layers: bool = False
 
     def __str__(self) -> str:
         named = ((DP, self.dp), (EP, self.ep), (CP, self.cp), (TP, self.tp), (PP, self.pp))
@@ -50,7 +50,7 @@ class Configuration:
         sizes += f" zero={self.zero}" if self.zero else ""
         batches = f", {self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
         order = "" if self.schedule is DEFAULT else f", {self.named}"
-        order += ", cut within layers" if self.within else ""
+        order += ", cut within layers" if self.within_layers else ""
         return (sizes or "1 rank") + batches + order + (", recompute" if self.recompute else "")
 
     @property
@@ -59,7 +59,7 @@ class Configuration:
         again = (None, False, True).index(self.recompute)
         planned = planned_schedules()
         schedule = planned.index(self.schedule) if self.schedule in planned else len(planned)
-        kinds = (again, self.zero, schedule, self.chunks, self.ep, self.cp, self.within)
+        kinds = (again, self.zero, schedule, self.chunks, self.ep, self.cp, self.within_layers)
         return self.dp, self.tp, self.pp, self.micro_batches, *kinds
 
     @property

@@ -172,7 +172,7 @@ def find_plan(
         refused: list[NnscalerError] = []
         for space in spaces:
             known = min((s.best.seconds for _, s in searched if s.best is not None), default=INFINITE)
-            below = known * (1 - CLOSE) if space.subject.within else INFINITE  # whole layers are easier to read
+            below = known * (1 - CLOSE) if space.subject.within_layers else INFINITE  # whole layers are easier to read
             try:
                 searched.append((space, space.look(limit, progress, below)))
             except NnscalerError as error:  # what the first one says is said, where none has a plan

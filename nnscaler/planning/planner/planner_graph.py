@@ -66,14 +66,14 @@ class EndsEstimate:
 class PlanningCache:
     """A graph with everything that the planner derives from it, cached by tp and by the size of a micro-batch.
 
-    constraint   what a plan keeps to
-    optimizer    bytes that the optimizer keeps of an element
-    within       whether pipelines are cut within layers
-    layered      the chain in a configuration and within a limit of memory (bytes), by moment
-    gathering    by how parameters rest, the place of a dp axis, tp, and layer: seconds to gather and to scatter them
-    left_out     operations that cost nothing here, with the parameters that only they read: others run them
-    axes         by axis, where its groups lie among the ranks; None: as in a configuration of these sizes
-    ends         what the shared ends of a pipeline cost (`shared_ends`), by sizes
+    constraint     what a plan keeps to
+    optimizer      bytes that the optimizer keeps of an element
+    within_layers  whether pipelines are cut within layers
+    layered        the chain in a configuration and within a limit of memory (bytes), by moment
+    gathering      by how parameters rest, the place of a dp axis, tp, and layer: seconds to gather and to scatter them
+    left_out       operations that cost nothing here, with the parameters that only they read: others run them
+    axes           by axis, where its groups lie among the ranks; None: as in a configuration of these sizes
+    ends           what the shared ends of a pipeline cost (`shared_ends`), by sizes
     """
 
     graph: Graph
@@ -82,7 +82,7 @@ class PlanningCache:
     constraint: Constraint = FREE
     optimizer: float = OPTIMIZER_BYTES
     cp: int = 1
-    within: bool = False
+    within_layers: bool = False
     layered: dict[tuple[Configuration, float], tuple[Layered, ...]] = field(default_factory=dict)
     gathering: dict[tuple[ParameterPlacement, AxisPlace, int, int | None], float] = field(default_factory=dict)
     left_out: frozenset[str] = frozenset()
@@ -104,7 +104,7 @@ class PlanningCache:
     def layers(self) -> tuple[Layer | Block, ...]:
         """The layers; where pipelines are cut within them, and of a model that has no two numbered ones, blocks of
         modules."""
-        return parts_of(self.graph, self.signatures, self.within)
+        return parts_of(self.graph, self.signatures, self.within_layers)
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
@@ -140,8 +140,8 @@ class PlanningCache:
             if interlaced and c.pp > 1:
                 if c.schedule is DEFAULT:
                     yield replace(c, schedule=INTERLACED)
-            elif c.pp > 1 or not self.within:
-                yield replace(c, cp=self.cp, within=self.within) if self.cp > 1 or self.within else c
+            elif c.pp > 1 or not self.within_layers:
+                yield replace(c, cp=self.cp, within_layers=self.within_layers)
 
     @cached_property
     def experts(self) -> int:

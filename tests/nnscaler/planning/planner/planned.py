@@ -37,7 +37,8 @@ def subject_of(
     ranks: int,
     cluster: str = "h100x8",
     priced: type[AnalyticCost] = AnalyticCost,
-    within: bool = False,
+    within_layers: bool = False,
 ) -> PlanningCache:
     graph = graph_of(graph) if isinstance(graph, str) else graph
-    return PlanningCache(graph, dict(signatures(graph)), priced(load_cluster(cluster).scaled(ranks)), within=within)
+    cost = priced(load_cluster(cluster).scaled(ranks))
+    return PlanningCache(graph, dict(signatures(graph)), cost, within_layers=within_layers)

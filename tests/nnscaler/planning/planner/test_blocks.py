@@ -27,8 +27,8 @@ PLENTY = 1e12
         ("resnet", Configuration(pp=2, micro_batches=2)),
         ("resnet", Configuration(pp=3, micro_batches=4)),
         ("resnet", Configuration(dp=2, pp=2)),
-        ("gpt", Configuration(pp=2, micro_batches=2, within=True)),
-        ("gpt", Configuration(dp=2, pp=3, within=True)),
+        ("gpt", Configuration(pp=2, micro_batches=2, within_layers=True)),
+        ("gpt", Configuration(dp=2, pp=3, within_layers=True)),
     ],
     ids=str,
 )
@@ -39,7 +39,7 @@ def test_pipelines_cost_about_what_was_planned(name: str, c: Configuration) -> N
         assert memory.activations <= stage.kept * 1.05
     times = [stage.forward + stage.backward for stage in found.stages]
     assert max(times) <= 1.1 * sum(times) / c.pp
-    assert found.seconds >= evaluate(subject_of(name, c.ranks, within=c.within), c, PLENTY).bound  # type: ignore[union-attr]
+    assert found.seconds >= evaluate(subject_of(name, c.ranks, within_layers=c.within_layers), c, PLENTY).bound  # type: ignore[union-attr]
 
 
 def test_what_skips_stages_is_sent_by_every_cut_that_it_crosses() -> None:
@@ -88,7 +88,7 @@ def test_few_layers_are_cut_within() -> None:
     asked = all_of([sizes(pp=2), sizes(micro_batches=4), sizes(schedule="1f1b")])
     found = find_plan(graph, subject.signatures, load_cluster("h100x8").scaled(2), constraint=asked)
     whole = search(subject, 2, PLENTY, asked.permits)
-    assert whole.best is not None and found.best.configuration.within
+    assert whole.best is not None and found.best.configuration.within_layers
     assert found.best.seconds < whole.best.seconds
     assert found.certificate.bound <= min(found.best.seconds, whole.bound)
     assert found.certificate.configuration == "pp=2, 4 micro-batches, cut within layers"

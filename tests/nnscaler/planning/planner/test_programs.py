@@ -38,7 +38,7 @@ def programmed(
     name: str, c: Configuration, priced: type[AnalyticCost] = AnalyticCost
 ) -> tuple[Evaluated, Prediction, tuple[StageMemory, ...]]:
     """The configuration evaluated, the program priced, and the memory of its stages."""
-    subject = subject_of(name, c.ranks, priced=priced, within=c.within)
+    subject = subject_of(name, c.ranks, priced=priced, within_layers=c.within_layers)
     found = evaluate(subject, c, PLENTY)
     assert found is not None and found.fits
     plan = plan_of(subject, found)
