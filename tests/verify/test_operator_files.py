@@ -142,7 +142,7 @@ def test_an_operator_file_with_its_hash_is_not_the_one_that_was_verified(project
     assert f"the program would load {project.operators}, and " in found.message
 
 
-@pytest.mark.parametrize("how", ["gone", "more"])
+@pytest.mark.parametrize("how", [pytest.param("gone", marks=pytest.mark.long), "more"])
 def test_another_set_of_files_is_another_program(project: Project, how: str) -> None:
     if how == "gone":
         project.edit_record(imports={project.helper.stem: hashlib.sha256(HELPER.encode()).hexdigest(), "of_lost": ""})

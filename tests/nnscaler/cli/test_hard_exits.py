@@ -98,7 +98,7 @@ def run(folder: Path, words: tuple[str, ...], **places: str) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("command", "place", "statement"),
     every(
-        3,
+        6,
         [
             ("verify-plan", "imported", "os._exit(0)"),
             ("verify-plan", "build", "os._exit(1)"),
@@ -143,7 +143,9 @@ def test_items_of_a_gate_are_not_decided(tmp_path: Path) -> None:
     assert (code, "ended: exited with code 0" in said) == (3, True), said
 
 
-@pytest.mark.parametrize(("operator", "code"), [("return x.softmax(-1)", 1), ("pass", 0)])
+@pytest.mark.parametrize(
+    ("operator", "code"), [("return x.softmax(-1)", 1), pytest.param("pass", 0, marks=pytest.mark.long)]
+)
 def test_an_exit_handler_changes_no_verdict(operator: str, code: int, tmp_path: Path) -> None:
     found, said = run(
         tmp_path, COMMANDS["verify-op"], operator=operator, imported="atexit.register(lambda: os._exit(0))"

@@ -95,7 +95,7 @@ def test_a_pipeline_is_replayed_and_drawn(model: str, tmp_path: Path, capsys: py
     text, found = page.read_text(), Page()
     found.feed(text)
     assert not found.open and "script" not in found.seen and not found.fetched
-    assert text.count("<rect x=") == 2 * 3 * 3, "a bar per device, micro-batch, and forward and either half of backward"
+    assert text.count("<rect x=") == 4 * 3 * 3, "a bar per stage, micro-batch, and forward and either half of backward"
     for title in ("Stages", "Schedule", "Communication", "Memory per rank", "Explanation", "Certificate"):
         assert f"<h2>{title}" in text
     assert "pp=2, 3 micro-batches" in text and "prefers-color-scheme:dark" in text.replace(" ", "")
@@ -138,7 +138,7 @@ def test_what_an_edit_of_constraints_changed(model: str, tmp_path: Path, capsys:
     assert f"against {old}, both simulated: " in shown
     assert main([*words, str(sizes(kept, pp=2, micro_batches=3)), "--compare", str(old)]) == 0
     shown = capsys.readouterr().out
-    assert "configuration: tp=2 before, pp=2, 3 micro-batches, zb-h2 now" in shown
+    assert "configuration: tp=2 before, pp=2, 3 micro-batches, zb-v now" in shown
     assert "stage: 0 before, 1 now: " in shown and "linear_2" in shown
     assert main([*words, str(sizes(kept, tp=2, micro_batches=1)), "--compare", str(old)]) == 0
     assert "(+0.0%)" in (shown := capsys.readouterr().out) and "nothing is run otherwise" in shown
