@@ -40,7 +40,7 @@ from verify.programs.low_precision.noise import draw, targets_of
 from verify.programs.low_precision.run import Calibration, LowPrecisionResult, calibrate, compare
 from verify.programs.opened_program import OpenedProgram, open_program
 from verify.programs.reference.eager import Trajectory, logical_state, names_of, randomise_parameters, run_reference
-from verify.results.tolerance import exact_tolerance
+from verify.results.tolerance import Tolerance
 from verify.results.verdict import Verdict, merge
 
 from low_precision_bugs import BUGS, Bug, plant  # isort: skip
@@ -143,7 +143,7 @@ def run(case: Case, precision: str | None, loss_scale: float) -> Comparison:
     results = Simulator(case.program.ranks).run(rank)
     parameters, buffers = holdings_of(load_role(case.program.path / file) for file in case.program.role_files)
     names = names_of(case.model)
-    return Comparison(case.reference, tuple(results), parameters, buffers, names, {}, exact_tolerance(), STEPS)
+    return Comparison(case.reference, tuple(results), parameters, buffers, names, {}, Tolerance(), STEPS)
 
 
 def train(

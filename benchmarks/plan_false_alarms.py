@@ -24,11 +24,12 @@ import torch
 from nnscaler.compile import WantedPlan, compile_traced, parallelize
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.operation_annotations import signatures
+from nnscaler.ir.precision import FLOATS
 from nnscaler.runtime.program.load_python import load_user_module
 from nnscaler.tracing import trace
 from nnscaler.transform.plan import Plan
 from tests.random_plans import MESHES, PIPELINES, random_plan
-from verify.programs.request import DTYPES, PlanRequest
+from verify.programs.request import PlanRequest
 from verify.programs.subject import PlanSubject
 from verify.programs.verify_request import verify_request
 from verify.self_test.programs.judge_mutant import read_statically
@@ -78,7 +79,7 @@ class Told:
 
 def cases(models: Sequence[str], random_plans: int, first: int) -> Iterator[Case]:
     for number, model in enumerate(models):
-        for dtype in DTYPES:
+        for dtype in FLOATS:
             for i, (plan, ranks, micro_batches, schedule) in enumerate(ASKED):
                 yield Case(model, plan, ranks, micro_batches, schedule, dtype, first + 100 * number + i)
         for i in range(random_plans):

@@ -1,12 +1,12 @@
 """How fast the planner is, whether its plans are right, and whether their order by time is that of this machine.
 
-    python benchmarks/planner.py                    speed: Llama 3 8B and 405B, and GPT from trace to code
+    python benchmarks/planner.py                    speed: Llama 3 405B, and GPT from trace to code
     python benchmarks/planner.py --pairs [N]        verify the plans of (model, cluster) pairs on tiny models
     python benchmarks/planner.py --order [STEPS]    ten plans of gpt.py: predicted against measured, on this machine
 
 Models of these sizes are on the meta device. Seconds are of the wall clock, after tracing; each row of `speed` is a
-process of its own, so that its memory is its own. Baselines: AutoParallel's published 46.8 s in total and 17.5 s in the
-solver at 2.76 GB (Llama 3 8B, 2-d mesh), and nnScaler 0.9's measured 8.0 s (GPT, 12 layers, 4 devices, to code).
+process of its own, so that its memory is its own. Baseline: nnScaler 0.9's measured 8.0 s (GPT, 12 layers, 4 devices,
+to code).
 """
 
 from __future__ import annotations
@@ -56,42 +56,6 @@ def example(name: str) -> Any:
 
 def memory_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
-def two_axes() -> None:
-    """All choices on both axes of a 2 x 4 mesh, batch and sequence splits included."""
-    from nnscaler.ir.operation_annotations import signatures
-    from nnscaler.planning.cluster.description import load_cluster
-    from nnscaler.planning.cost.analytic import AnalyticCost
-    from nnscaler.planning.cost.model_protocol import AxisPlace
-    from nnscaler.planning.sharding.build_problem import Weights, pose
-    from nnscaler.planning.sharding.cost_tables import TableBuilder
-    from nnscaler.planning.sharding.parameter_and_activation_memory import kept_by
-    from nnscaler.planning.sharding.settings_and_strategies import Strategies, axis_options, make_setting
-    from nnscaler.planning.solver.solve import solve
-    from nnscaler.transform.select_operations import layers_of
-
-    graph = llama_graph("8b", 32)
-    before = memory_mb()
-    start = time.perf_counter()
-    known = signatures(graph)
-    mesh, places = (("dp", 2), ("tp", 4)), {"dp": AxisPlace(2, 4), "tp": AxisPlace(4)}
-    setting = make_setting(graph, known, mesh, ("dp", "tp"), 1, places)
-    options = [axis_options(graph, known, size, with_batch=True, full=False) for _, size in mesh]
-    groups = {name: i for i, layer in enumerate(layers_of(graph)) for name in layer.operations}
-    cost = AnalyticCost(load_cluster("h100x8"))
-    strategies = Strategies(graph, known, setting, options)
-    tables = TableBuilder(graph, known, setting, cost, strategies, kept_by(graph, known), groups).build()
-    problem = pose(tables, Weights())
-    posed = time.perf_counter()
-    found = solve(problem)
-    taken = time.perf_counter()
-    gap, total, solver = 1 - found.bound / found.value, taken - start, taken - posed
-    print(
-        f"Llama 3 8B, mesh 2 x 4, both axes searched: {total:.2f} s in all (46.8: x{46.8 / total:.0f}), "
-        f"solver {solver:.2f} s (17.5: x{17.5 / solver:.0f}), gap {gap:.2%}, "
-        f"{memory_mb() - before:.0f} MB beside the graph (2760)"
-    )
 
 
 def large(size: str, batch: int, devices: int, memory: float) -> None:
@@ -145,7 +109,6 @@ def to_code() -> None:
 
 
 SPEED = {
-    "two_axes": two_axes,
     "405b-1024": lambda: large("405b", 2048, 1024, 80),
     "405b-1024-full": lambda: large("405b", 2048, 1024, 85.9),
     "405b-16384": lambda: large("405b", 16384, 16384, 80),

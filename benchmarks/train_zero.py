@@ -32,6 +32,7 @@ import nnscaler
 from nnscaler.codegen.compiled_program import Program
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.program.load_python import load_user_module
+from nnscaler.tracing.float64_run import own_dtype
 from nnscaler.training.engine import Engine, EngineSettings
 from verify.programs.reference.eager import randomise_parameters, running_in
 
@@ -58,14 +59,15 @@ class Run:
 
 def eager(model: nn.Module, batches: list[Batch]) -> Run:
     """Train the untraced model in float64; it is changed."""
-    with running_in(model, torch.float64, None):  # converts it
+    told = own_dtype(model)
+    with running_in(model, torch.float64, None, told):  # converts it
         named = dict(model.named_parameters())
     groups = [{"params": [p], "weight_decay": DECAY if p.ndim > 1 else 0.0} for p in named.values()]
     optimizer = torch.optim.AdamW(groups, lr=RATE)
     schedule = schedule_of(optimizer, len(batches))
     losses, norms = [], []
     for batch in batches:
-        with running_in(model, torch.float64, None):
+        with running_in(model, torch.float64, None, told):
             found = model(**batch)
             loss = found if isinstance(found, Tensor) else found.loss
             loss.backward()

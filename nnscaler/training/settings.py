@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from nnscaler.errors import NnscalerError
+
+if TYPE_CHECKING:
+    import torch  # that of the user's optimizer: what may be set is listed without it
 
 Code = str | Callable[..., Any]  # a function or class: named in a file of settings, itself in Python
 

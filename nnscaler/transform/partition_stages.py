@@ -7,7 +7,7 @@ between layers   where the model has as many layers as stages. The least possibl
 within layers    where a plan asks for it. The least possible largest stage of all cuts, ties by what crosses
 anywhere         where it has not. Of all partitions whose largest stage is at most `SLACK` above the least possible,
                  the one of which the fewest bytes cross the cuts; each module that a cut goes through makes its bytes
-                 count more (`pipeline_cut_points.weight_of`), so that cuts lie at borders of modules where it is cheap
+                 count more (`pipeline_cuts.weight_of`), so that cuts lie at borders of modules where it is cheap
 
 Operations that need no gradient and depend on no parameter (masks, positions, rotary tables, the number of valid
 labels) are repeated on every stage that needs them: nothing is sent for them. All others, the *anchored* ones, run on

@@ -17,7 +17,7 @@ from typing import Literal
 
 import pytest
 
-from tests.architecture.conftest import BLOCKS, statements
+from tests.architecture.conftest import BLOCKS, PACKAGES, statements
 
 When = Literal["at import", "in a function", "for types"]
 Imports = Mapping[str, Mapping[When, set[str]]]  # of each module
@@ -229,17 +229,27 @@ def test_a_cycle_is_seen() -> None:
     assert circles(graph_of(found, "at import", "for types")) == [frozenset({"p", "p.a", "p.b", "q"})]
 
 
-def test_every_module_imports(product: dict[str, ast.Module]) -> None:
-    """In a process that has what this one has imported already."""
-    process = multiprocessing.get_context("fork").Process(target=import_all, args=(list(map(module_name, product)),))
+def test_every_module_imports(product: dict[str, ast.Module], trees: dict[str, ast.Module]) -> None:
+    """In a process that has what this one has imported already; and benchmarks, examples and pages, which nothing else
+    imports, take names that are there."""
+    taken = [
+        (f"{path}:{statement.lineno}", statement.module, alias.name)
+        for path, tree in trees.items()
+        for _, statement in import_statements(tree)
+        if isinstance(statement, ast.ImportFrom) and str(statement.module).split(".")[0] in PACKAGES
+        for alias in statement.names
+    ]
+    arguments = list(map(module_name, product)), taken
+    process = multiprocessing.get_context("fork").Process(target=import_all, args=arguments)
     process.start()
     process.join()
     assert process.exitcode == 0
 
 
-def import_all(names: Iterable[str]) -> None:
-    for name in names:
-        importlib.import_module(name)
+def import_all(names: Iterable[str], taken: Iterable[tuple[str, str, str]]) -> None:
+    modules = {name: importlib.import_module(name) for name in names}
+    gone = [f"{at}: {module} has no {name}" for at, module, name in taken if not hasattr(modules.get(module), name)]
+    assert not gone, "\n".join(gone)
 
 
 def test_front_door_of_the_registry_needs_no_torch(repository: Path) -> None:

@@ -32,10 +32,10 @@ SEARCHED = (
 OF_TOKENS = f"cp beside these, a power of two, where attention has {LONG} rows or more"
 NOT_SEARCHED = (
     "orders that are none of these schedules' (`--schedule search` does, for the stages of a plan); strategies that "
-    "are slower in a whole pass and hold no less; cuts within layers of models with {many} or more; recomputation "
-    "where stages are cut at borders of modules; splits on the dp axis other than that of the batch; stages of unlike "
-    "meshes; sharding some parameters only, or over some ranks of dp; several versions of one tensor, each converted "
-    "from where it is made; overlap of communication and computation"
+    "are slower in a whole pass and hold no less; cuts within layers of models with {many} or more, or of interlaced "
+    "pipelines; recomputation where stages are cut at borders of modules; splits on the dp axis other than that of the "
+    "batch; stages of unlike meshes; sharding some parameters only, or over some ranks of dp; several versions of one "
+    "tensor, each converted from where it is made; overlap of communication and computation"
 )
 
 

@@ -168,41 +168,59 @@ def find_plan(
         spaces = [space_of(cp) for cp in contexts(graph, signatures, cluster.devices, permitted)]
         finer = [(space, space.subject.cut_within_layers()) for space in spaces]
         spaces += [replace(space, subject=cut) for space, cut in finer if cut is not None]
-        searched: list[tuple[_Space, Search]] = []
-        refused: list[NnscalerError] = []
+        tried: list[tuple[_Space, Search | NnscalerError]] = []
+        known = INFINITE
         for space in spaces:
-            known = min((s.best.seconds for _, s in searched if s.best is not None), default=INFINITE)
             below = known * (1 - CLOSE) if space.subject.within_layers else INFINITE  # whole layers are easier to read
             try:
-                searched.append((space, space.look(limit, progress, below)))
-            except NnscalerError as error:  # what the first one says is said, where none has a plan
+                found = space.look(limit, progress, below)
+            except NnscalerError as error:
                 if error.code not in ("plan_too_large", "plan_illegal"):
                     raise
-                refused.append(error)
-        if all(found.best is None for _, found in searched):
-            raise refused[0] if refused else spaces[0].why_nothing(searched[0][1], limit)
-        return _fastest(searched, limit)
+                tried.append((space, error))
+                continue
+            tried.append((space, found))
+            known = known if found.best is None else min(known, found.best.seconds)
+        if known == INFINITE:
+            raise _why_nothing(tried, limit)
+        return _fastest([(space, found) for space, found in tried if isinstance(found, Search)], limit)
+
+
+def _why_nothing(tried: Sequence[tuple[_Space, Search | NnscalerError]], limit: float) -> NnscalerError:
+    """Return the error where no search found a plan: what the first one says in which anything is permitted."""
+    asked = (one for one in tried if isinstance(one[1], NnscalerError) or one[1].solved or one[1].too_large)
+    space, found = next(asked, tried[0])
+    return found if isinstance(found, NnscalerError) else space.why_nothing(found, limit)
 
 
 def _fastest(searched: Sequence[tuple[_Space, Search]], limit: float) -> Found:
     """Return the fastest plan found, certified within all that was searched: no plan of any is below the least bound.
 
-    Raises NnscalerError("plan_illegal") where the graph cannot be cut so.
+    Raises NnscalerError("plan_illegal") where the graph cannot be cut so for any of the searches.
     """
     every = [found for _, found in searched]
-    space, best = min(
-        ((space, found.best) for space, found in searched if found.best is not None), key=lambda one: one[1].seconds
+    ranked = sorted(
+        ((s, found.best) for s, found in searched if found.best is not None), key=lambda one: one[1].seconds
     )
-    whole = Search(
-        best,
-        tuple(sorted((one for found in every for one in found.solved), key=ranking)),
-        min(best.seconds, *(found.bound for found in every)),
-        sum(found.left for found in every),
-        sum(found.too_large for found in every),
-        min(found.least for found in every),
-    )
-    made = plan_of(space.subject, best)
-    return Found(made, certificate(space.subject, whole, space.cluster.name, limit), space.subject, whole)
+    refused: list[NnscalerError] = []
+    for space, best in ranked:
+        try:
+            plan = plan_of(space.subject, best)
+        except NnscalerError as error:
+            if error.code != "plan_illegal":
+                raise
+            refused.append(error)
+            continue
+        whole = Search(
+            best,
+            tuple(sorted((one for found in every for one in found.solved), key=ranking)),
+            min(best.seconds, *(found.bound for found in every)),
+            sum(found.left for found in every),
+            sum(found.too_large for found in every),
+            min(found.least for found in every),
+        )
+        return Found(plan, certificate(space.subject, whole, space.cluster.name, limit), space.subject, whole)
+    raise refused[0]
 
 
 @contextmanager

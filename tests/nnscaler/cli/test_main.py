@@ -217,9 +217,22 @@ def test_an_unregistered_function_needs_an_annotation(ops: str, capsys: pytest.C
     assert main(["verify-op", f"{ops}::plain", "--annotation", "a b -> a b"]) == 0
 
 
-def test_help_does_not_import_torch() -> None:
-    program = "import sys, nnscaler.cli.main as m; m.main(['verify-plan', '--help']); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], stdout=subprocess.DEVNULL, check=False).returncode == 0
+HELP = """
+import sys
+from nnscaler.cli.main import build_parser, main
+
+(commands,) = build_parser()._subparsers._group_actions
+names = [["list", name] for name in ("plans", "schedules")]
+for words in (*([name, "--help"] for name in commands.choices), *names, ["explain", "loss_differs"], ["--version"]):
+    assert main(words) == 0, words
+    if "torch" in sys.modules:
+        sys.exit(f"{words} imports torch")
+"""
+
+
+def test_help_and_lists_of_names_do_not_import_torch() -> None:
+    run = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
 
 
 def test_a_closed_pipe_is_not_a_verdict(repository: Path) -> None:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import pytest
 
+from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import element_bytes
 from nnscaler.planning.cluster.description import load_cluster
 from nnscaler.planning.constraints import all_of, sizes
 from nnscaler.planning.parallel_configurations import Configuration
 from nnscaler.planning.planner.branch_and_bound import search
 from nnscaler.planning.planner.build_certified_plan import plan_of
-from nnscaler.planning.planner.evaluate_configuration import evaluate, item_numbers
+from nnscaler.planning.planner.evaluate_configuration import Evaluated, evaluate, item_numbers
 from nnscaler.planning.planner.find_plan import find_plan
+from nnscaler.planning.planner.planner_graph import PlanningCache
+from nnscaler.planning.sharding.parameter_and_activation_memory import MemoryBudget
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.partition_stages import SLACK
+from nnscaler.transform.plan import Plan
 from nnscaler.transform.select_operations import layers_of
 from tests.nnscaler.planning.planner.planned import graph_of, subject_of
 from tests.nnscaler.planning.planner.test_programs import programmed
@@ -99,3 +103,27 @@ def test_few_layers_are_cut_within() -> None:
     more = len(layers_of(graph)) + 1
     wide = find_plan(graph, subject.signatures, load_cluster("h100x8").scaled(more), constraint=sizes(pp=more))
     assert wide.best.configuration.pp == wide.plan.stages == more
+
+
+def test_nothing_fits_into_stages_within_layers() -> None:
+    """More stages than layers are permitted, for they are cut within layers: it is the memory that is too small."""
+    graph, subject = graph_of("gpt"), subject_of("gpt", 2)
+    more = len(layers_of(graph)) + 1
+    cluster, asked = load_cluster("h100x8").scaled(more), sizes(pp=more)
+    with pytest.raises(NnscalerError, match="parameters, gradients and optimizer states alone take 384kB") as refused:
+        find_plan(graph, subject.signatures, cluster, constraint=asked, memory=MemoryBudget(1e5))
+    assert refused.value.code == "plan_too_large"
+
+
+def test_cuts_of_which_no_plan_is_made_leave_the_slower_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refusing(subject: PlanningCache, best: Evaluated) -> Plan:
+        if best.configuration.within:
+            raise NnscalerError("plan_illegal", "no such stages")
+        return plan_of(subject, best)
+
+    monkeypatch.setattr("nnscaler.planning.planner.find_plan.plan_of", refusing)
+    graph, subject = graph_of("gpt"), subject_of("gpt", 2)
+    asked = all_of([sizes(pp=2), sizes(micro_batches=4), sizes(schedule="1f1b")])
+    found = find_plan(graph, subject.signatures, load_cluster("h100x8").scaled(2), constraint=asked)
+    assert found.certificate.configuration == "pp=2, 4 micro-batches"
+    assert found.certificate.bound < found.best.seconds
