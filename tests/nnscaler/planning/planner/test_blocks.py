@@ -117,7 +117,7 @@ def test_nothing_fits_into_stages_within_layers() -> None:
 
 def test_cuts_of_which_no_plan_is_made_leave_the_slower_one(monkeypatch: pytest.MonkeyPatch) -> None:
     def refusing(subject: PlanningCache, best: Evaluated) -> Plan:
-        if best.configuration.within:
+        if best.configuration.within_layers:
             raise NnscalerError("plan_illegal", "no such stages")
         return plan_of(subject, best)
 
