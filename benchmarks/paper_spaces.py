@@ -29,8 +29,8 @@ from nnscaler.ir.operation_annotations import signatures
 from nnscaler.planning.constraints import megatron
 from nnscaler.planning.named_policies import constrained_tensor_parallel, coshard_steps
 from nnscaler.planning.plan_from_axes import make_plan
+from nnscaler.transform.balanced_cuts_at_module_borders import balanced_cuts
 from nnscaler.transform.partition_stages import random_operators, repeated_operations, with_repeated
-from nnscaler.transform.pipeline_cuts import balanced_cuts
 from nnscaler.transform.plan import DP, PP, TP, AssignStep, ChunkStep, Plan, RecomputeStep, Step
 from nnscaler.transform.select_operations import layers_of
 

@@ -53,7 +53,7 @@ from nnscaler.runtime.communication.join_process_group import ProcessPlace
 from nnscaler.runtime.jobs.job import JobSpecification
 from nnscaler.runtime.jobs.launcher import launch
 from nnscaler.tracing import trace
-from nnscaler.training.compile_once import pack_program, unpack_program
+from nnscaler.training.compile_on_first_rank import pack_program, unpack_program
 from nnscaler.transform.plan import Plan
 
 MICRO_BATCHES = 4

@@ -50,7 +50,7 @@ def find_target(
     help_text = f"{example}, or package.module:function"
     if not _MODULE.fullmatch(name) or name.endswith(".py"):
         raise NnscalerError("no_such_file", f"there is no file {name!r}", help=help_text)
-    from nnscaler.runtime.program.colliding_imports import find_module  # it imports torch
+    from nnscaler.runtime.program.imports_of_user_files import find_module  # it imports torch
 
     file, folders = find_module(name, start)
     if file is None:
@@ -221,7 +221,7 @@ def user_frame(error: BaseException, folder: Path) -> SourceLocation | None:
 
 def import_user_file(path: Path) -> ModuleType:
     """Import the user's file. Raises NnscalerError `model_import_failed` with the user's own line."""
-    from nnscaler.runtime.program.colliding_imports import claim_surroundings
+    from nnscaler.runtime.program.imports_of_user_files import claim_surroundings
     from nnscaler.runtime.program.load_python import load_user_module
 
     file = path.resolve()

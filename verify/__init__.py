@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from verify.external.program import ExternalProgram
     from verify.external.verify_request import verify_external
     from verify.operators.run.verify_many import verify_op
-    from verify.programs.check_text_before_run import vouch
+    from verify.programs.static_check_of_recompiled_program import vouch
     from verify.programs.verify_plan import verify_plan
 
 __all__ = [
@@ -39,7 +39,7 @@ _HOMES = {
     "verify_external": "verify.external.verify_request",
     "verify_op": "verify.operators.run.verify_many",
     "verify_plan": "verify.programs.verify_plan",
-    "vouch": "verify.programs.check_text_before_run",
+    "vouch": "verify.programs.static_check_of_recompiled_program",
 }
 
 

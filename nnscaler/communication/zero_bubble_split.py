@@ -1,4 +1,4 @@
-"""Which statements of a stage the two halves of a backward run, as `nnscaler.backward_halves` divides them.
+"""Which statements of a stage the two halves of a backward run, as `nnscaler.split_backward_graph` divides them.
 
 A node is a statement, or a variable that is stored or received.
 """
@@ -12,7 +12,6 @@ from types import FunctionType
 
 from op_registry.registry import default_registry
 
-from nnscaler.backward_halves import halves_of
 from nnscaler.communication.communicated_graph import (
     Compute,
     StageProgram,
@@ -24,6 +23,7 @@ from nnscaler.communication.communicated_graph import (
 )
 from nnscaler.communication.parameter_layouts import gathered_again
 from nnscaler.ir.graph import Graph
+from nnscaler.split_backward_graph import halves_of
 
 BOTH = 0.5  # an operator takes as long for the gradients of one side as for those of the other
 

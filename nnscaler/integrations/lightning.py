@@ -47,7 +47,7 @@ from nnscaler.runtime.training.cut_batch import DataPart
 from nnscaler.runtime.training.saving.checkpoint import load_checkpoint
 from nnscaler.runtime.training.saving.dcp import Folder
 from nnscaler.tracing.sample_inputs import flatten_inputs
-from nnscaler.training.compile_once import compile_once
+from nnscaler.training.compile_on_first_rank import compile_once
 from nnscaler.training.engine import Engine, start
 from nnscaler.training.recompilation import SizeClass
 from nnscaler.training.saving.checkpoint_rotation import RunFolder

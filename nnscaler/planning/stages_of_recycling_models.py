@@ -15,6 +15,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.gradient_flow import records
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.operation_annotations import Signature
+from nnscaler.transform.balanced_cuts_at_module_borders import balanced_cuts
 from nnscaler.transform.partition_stages import (
     StagePartition,
     StageRules,
@@ -22,7 +23,6 @@ from nnscaler.transform.partition_stages import (
     random_operators,
     repeated_operations,
 )
-from nnscaler.transform.pipeline_cuts import balanced_cuts
 from nnscaler.transform.select_operations import Layer, describe_layers, layers_of
 
 

@@ -1,7 +1,7 @@
 """The backward of a micro-batch in two halves: `I`, the gradients of what the stage received, and later `W`, those of
 its parameters (Qi et al., Zero Bubble Pipeline Parallelism, 2023).
 
-`nnscaler.backward_halves` says which part of the autograd graph each half runs. I runs the trunk, each node for its
+`nnscaler.split_backward_graph` says which part of the autograd graph each half runs. I runs the trunk, each node for its
 gradients along the trunk alone, and keeps what arrives at the starts. W runs each start once more, for the gradients
 that leave the trunk, and what hangs off there. So nothing is computed twice but what a start derives both gradients
 from. Every collective runs once: one of an activation lies on the trunk, one of a parameter off it. A Function that is
@@ -31,9 +31,9 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from nnscaler.backward_halves import Halves, halves_of
 from nnscaler.runtime.communication.sharded_parameter_gathers import ParameterReads
 from nnscaler.runtime.recomputed_regions import SavedValues, regions_in
+from nnscaler.split_backward_graph import Halves, halves_of
 
 Root = tuple[GradientEdge, Tensor]  # where backward enters the graph, and the gradient of that output
 Received = tuple[Tensor | None, ...]  # by output of a node, the gradient that arrived

@@ -28,7 +28,7 @@ from nnscaler.planning.cluster.detect_this_machine import found_cluster
 from nnscaler.runtime.training.cut_batch import DataPart
 from nnscaler.scheduling.registry import get_schedule, is_stream
 from nnscaler.scheduling.schedule import ScheduleKind
-from nnscaler.training.compile_once import compile_once
+from nnscaler.training.compile_on_first_rank import compile_once
 from nnscaler.training.engine import Engine
 from nnscaler.training.functional_optimizer import state_bytes
 from nnscaler.training.pack_and_collate_samples import Collate

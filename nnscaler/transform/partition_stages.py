@@ -25,7 +25,7 @@ from types import MappingProxyType
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph, LogicalTensor, Operation, element_bytes
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.transform.pipeline_cuts import (
+from nnscaler.transform.balanced_cuts_at_module_borders import (
     Block,
     balanced_cuts,
     blocks_of,

@@ -11,7 +11,7 @@ from op_registry.builtin.layers import (
     normalisation,
     resizing_and_grid_sampling,
 )
-from op_registry.builtin.numeric import decompositions_and_fourier, elementwise, matmul, reductions
+from op_registry.builtin.numeric import elementwise, linear_algebra_fourier_complex, matmul, reductions
 from op_registry.builtin.tensors import (
     cat_and_split,
     embedding_and_index_hooks,
@@ -30,12 +30,12 @@ SPECS: tuple[OperatorSpec, ...] = (
     *views_and_factories.FACTORIES,
     *index.SPECS,
     *resizing_and_grid_sampling.SPECS,
-    *decompositions_and_fourier.SPECS,
+    *linear_algebra_fourier_complex.SPECS,
     *loss.SPECS,
     *matmul.SPECS,
     *normalisation.SPECS,
     *cat_and_split.SPECS,
     *reductions.SPECS,
-    *decompositions_and_fourier.FOURIER_AND_COMPLEX,
+    *linear_algebra_fourier_complex.FOURIER_AND_COMPLEX,
     *views_and_factories.SPECS,
 )

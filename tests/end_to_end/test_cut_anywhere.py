@@ -18,8 +18,8 @@ from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation_annotations import signatures
 from nnscaler.planning.plan_from_axes import stages_of
 from nnscaler.tracing import trace
+from nnscaler.transform.balanced_cuts_at_module_borders import balanced_cuts
 from nnscaler.transform.partition_stages import SLACK, repeated_operations, work_of
-from nnscaler.transform.pipeline_cuts import balanced_cuts
 from tests.sampling import every
 from tests.traced_examples import traced
 

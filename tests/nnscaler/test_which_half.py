@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nnscaler.backward_halves import Halves, halves_of
+from nnscaler.split_backward_graph import Halves, halves_of
 
 Below = dict[str, tuple[str, ...]]
 

@@ -14,7 +14,7 @@ from op_registry.spec import OperatorSpec
 from verify import Verdict
 from verify.evidence.inputs.concrete_call import ConcreteCall, make_call
 from verify.operators.audit.check_handwritten_derivative import check_derivative
-from verify.operators.audit.watched_run import Probed
+from verify.operators.audit.watch_effects_on_tensors import Probed
 from verify.results.finding import Finding
 
 Function = Callable[..., Any]

@@ -21,7 +21,7 @@ from verify import Verdict
 from verify.evidence.inputs.concrete_call import make_call
 from verify.evidence.inputs.draw_calls import builtin_call
 from verify.operators.audit.side_effects import audit
-from verify.operators.audit.watched_run import Probed
+from verify.operators.audit.watch_effects_on_tensors import Probed
 from verify.results.finding import Finding
 from verify.results.finding_codes import CODES
 from verify.self_test.operators.mutants.right_backwards import with_backward

@@ -14,7 +14,7 @@ from op_registry.spec import OperatorSpec
 from verify import Verdict
 from verify.evidence.inputs.concrete_call import make_call
 from verify.operators.audit.torch_library_opcheck import TESTS, library_overload, opcheck, shortened
-from verify.operators.audit.watched_run import Probed
+from verify.operators.audit.watch_effects_on_tensors import Probed
 
 
 class Doubled(torch.autograd.Function):

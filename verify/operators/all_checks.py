@@ -41,7 +41,7 @@ from verify.evidence.verify_op_options import DRAWS, OpOptions
 from verify.operators.audit.check_handwritten_derivative import check_derivative
 from verify.operators.audit.side_effects import audit
 from verify.operators.audit.torch_library_opcheck import opcheck
-from verify.operators.audit.watched_run import Probed
+from verify.operators.audit.watch_effects_on_tensors import Probed
 from verify.results.finding import Finding
 from verify.results.finding_codes import INCOMPARABLE
 from verify.results.report import Check, Report, environment

@@ -112,9 +112,9 @@ class _EveryTwoSeconds:
 
 
 def _plans(options: argparse.Namespace) -> Found:
+    from verify.self_test.programs.judge_mutants_and_known_bugs import LEVELS, MutantSelection, run_table
     from verify.self_test.programs.right_programs import NAMES
-    from verify.self_test.programs.run import LEVELS, MutantSelection, run_table
-    from verify.self_test.programs.tally import plans_lines, run_plans_self_test, table_lines
+    from verify.self_test.programs.run_and_tally import plans_lines, run_plans_self_test, table_lines
 
     if options.each < 1 or options.processes < 1:
         raise NnscalerError("usage", "--each and --processes are at least 1")

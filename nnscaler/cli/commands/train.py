@@ -131,7 +131,7 @@ def _fit(settings: TrainSettings, console: Console, first: bool) -> Result:
     from nnscaler.runtime.communication.communicator import CommunicationError, ProgramError
     from nnscaler.training.build_from_settings import told_of_dtypes
     from nnscaler.training.trainer import Trainer
-    from verify.programs.check_text_before_run import vouch
+    from verify.programs.static_check_of_recompiled_program import vouch
 
     def proved(program: Program) -> None:
         """Let no program run that is not the model's. Rank 0 calls it."""

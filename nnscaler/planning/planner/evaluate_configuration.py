@@ -20,8 +20,8 @@ from nnscaler.planning.sharding.cost_tables import Tables, when_backward_ends
 from nnscaler.planning.solver.problem import ChoiceProblem, Infeasible, Solution, TooWide, memory_floor, memory_of
 from nnscaler.planning.solver.solve import solve, solve_within
 from nnscaler.planning.solver.sweep_memory_price import bound_at, hull
+from nnscaler.transform.balanced_cuts_at_module_borders import balanced_cuts, cut_limits
 from nnscaler.transform.partition_stages import SLACK
-from nnscaler.transform.pipeline_cuts import balanced_cuts, cut_limits
 from nnscaler.transform.plan import CP, DP, EP, PP, TP
 
 # Cut a pipeline between layers, as evenly as their times allow and where the constraints leave it.

@@ -89,8 +89,8 @@ from nnscaler.planning.planner.explain_no_plan import explain_no_choice, explain
 from nnscaler.planning.planner.planner_graph import FREE, PlanningCache
 from nnscaler.planning.sharding.parameter_and_activation_memory import CLUSTERS_MEMORY, MemoryBudget, bytes_of_optimizer
 from nnscaler.planning.solver.problem import Infeasible
+from nnscaler.transform.balanced_cuts_at_module_borders import describe_modules
 from nnscaler.transform.complete_plan import follow_batch
-from nnscaler.transform.pipeline_cuts import describe_modules
 from nnscaler.transform.plan import DP, Plan
 
 INFINITE = float("inf")

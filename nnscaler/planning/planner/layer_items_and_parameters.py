@@ -43,7 +43,7 @@ def items_of_operations(graph: Graph, groups: Mapping[str, int], layers: int) ->
 
 def halves_of_items(graph: Graph, items: Mapping[str, int]) -> dict[str, float]:
     """Return, by operation, the share of its backward that W takes where each item is a stage: all of it where it leads
-    to parameters only, a part where it leads to both sides (see `nnscaler.backward_halves`)."""
+    to parameters only, a part where it leads to both sides (see `nnscaler.split_backward_graph`)."""
     made: dict[str, tuple[int, bool]] = {}  # by tensor: its item, and whether it leads to what the item received
     found = {}
     for op in graph.operations:

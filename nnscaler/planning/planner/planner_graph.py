@@ -33,9 +33,9 @@ from nnscaler.planning.solver.solve import solve
 from nnscaler.scheduling.interlaced import INTERLACED
 from nnscaler.scheduling.registry import DEFAULT, planned_schedules
 from nnscaler.scheduling.schedule import Ramp, ScheduleKind
+from nnscaler.transform.balanced_cuts_at_module_borders import Block
 from nnscaler.transform.complete_plan import batch_of
 from nnscaler.transform.partition_stages import parts_of
-from nnscaler.transform.pipeline_cuts import Block
 from nnscaler.transform.plan import CP, DP, EP, TP
 from nnscaler.transform.select_operations import Layer
 

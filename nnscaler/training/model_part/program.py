@@ -22,7 +22,7 @@ from nnscaler.tracing import trace
 from nnscaler.tracing.graph_builder import TensorName
 from nnscaler.tracing.models_with_added_loss import cotangent, fit, part_of_model
 from nnscaler.tracing.sample_inputs import SampleInputs, flatten_inputs
-from nnscaler.training.compile_once import compile_once
+from nnscaler.training.compile_on_first_rank import compile_once
 
 Kinds = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # by name in the batch
 

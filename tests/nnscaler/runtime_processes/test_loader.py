@@ -13,7 +13,7 @@ import pytest
 
 import verify
 from nnscaler.runtime.communication.communicator import ProgramError
-from nnscaler.runtime.program.colliding_imports import own_names
+from nnscaler.runtime.program.imports_of_user_files import own_names
 from nnscaler.runtime.program.load_python import UserFileError, letting_go, load_role, load_user_module
 
 

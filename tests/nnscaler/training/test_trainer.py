@@ -188,16 +188,15 @@ def fit(**more: Any) -> tuple[Trainer, Result, list[str]]:
 
 
 def test_every_program_is_proved_before_it_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from verify.programs import check_text_before_run  # read here: the command imports it when it runs
 
     proved: list[list[int]] = []
-    right = check_text_before_run.vouch
+    right = static_check_of_recompiled_program.vouch
 
     def checked(program: Any) -> None:
         right(program)
         proved.append([entry.shape[0] for entry in program.manifest.inputs])
 
-    monkeypatch.setattr(check_text_before_run, "vouch", checked)
+    monkeypatch.setattr(static_check_of_recompiled_program, "vouch", checked)
     assert train("--steps=6") == 0
     assert proved == [[8, 8], [5, 5], [1, 1], [4, 4]]  # training, validation of 21 rows by 5, the last 4 of 44 rows
 
@@ -205,7 +204,7 @@ def test_every_program_is_proved_before_it_runs(folder: Path, monkeypatch: pytes
         changed = {file: text.replace("relu(", "sigmoid(") for file, text in program.sources.items()}
         right(replace(program, sources=changed))
 
-    monkeypatch.setattr(check_text_before_run, "vouch", wrong)
+    monkeypatch.setattr(static_check_of_recompiled_program, "vouch", wrong)
     assert train("--steps=6") == 2
 
 

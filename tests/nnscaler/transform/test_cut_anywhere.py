@@ -13,6 +13,14 @@ from op_registry.spec import SourceLocation
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph, Operation
+from nnscaler.transform.balanced_cuts_at_module_borders import (
+    ENOUGH,
+    blocks_of,
+    describe_modules,
+    open_modules,
+    outermost,
+    weight_of,
+)
 from nnscaler.transform.partition_stages import (
     PLACES,
     SLACK,
@@ -20,14 +28,6 @@ from nnscaler.transform.partition_stages import (
     layers_of,
     partition_stages,
     repeated_operations,
-)
-from nnscaler.transform.pipeline_cuts import (
-    ENOUGH,
-    blocks_of,
-    describe_modules,
-    open_modules,
-    outermost,
-    weight_of,
 )
 from tests.nnscaler.transform.built import Builder
 

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from nnscaler.transform.pipeline_cuts import balanced_cuts, cut_limits
+from nnscaler.transform.balanced_cuts_at_module_borders import balanced_cuts, cut_limits
 
 
 @pytest.mark.parametrize("seed", range(20))

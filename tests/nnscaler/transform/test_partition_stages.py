@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph, LogicalTensor
+from nnscaler.transform.balanced_cuts_at_module_borders import balanced_cuts
 from nnscaler.transform.partition_stages import StageRules, layers_of, partition_stages, repeated_operations
-from nnscaler.transform.pipeline_cuts import balanced_cuts
 from nnscaler.transform.select_operations import describe_layers
 from tests.nnscaler.transform.built import Builder
 

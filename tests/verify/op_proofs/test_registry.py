@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from op_registry.builtin.numeric import decompositions_and_fourier, elementwise
+from op_registry.builtin.numeric import elementwise
 from op_registry.registry import default_registry
 from op_registry.samples import SAMPLES
 
@@ -109,7 +109,7 @@ UNPROVED = {_named(name): reason for reason, names in _UNPROVED.items() for name
 
 # Operators whose kernels have no rules: they are verified by tests alone.
 TESTED = frozenset(
-    {spec.name for spec in decompositions_and_fourier.SPECS}
+    {spec.name for spec in linear_algebra_fourier_complex.SPECS}
     | {spec.name for spec in elementwise.SPECS if spec.name.startswith("aten.special_")}
     | {"aten.diag.default", "aten.linalg_diagonal.default", "aten.diagflat.default"}
 )

@@ -19,7 +19,7 @@ from verify.programs.proof import Proof, ProofOptions, prove_program
 from verify.programs.typing import check_program
 from verify.programs.typing.lines.canonical_calls import _BINARY, _SYMMETRIC, python_operator
 from verify.programs.typing.program_files.rank_program_syntax import Variable
-from verify.self_test.programs.mutants.editable_program import RightProgram
+from verify.self_test.programs.mutants.editable_program_and_edits import RightProgram
 from verify.self_test.programs.right_programs import BASES, build
 from verify.self_test.programs.soundness.harmless_edits import FORMS, Rewriting
 

@@ -26,9 +26,9 @@ from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice, RunPartial, Split
 from nnscaler.layout import Invariant, Partial, Replicated, Sharded, gradient_state
 from nnscaler.layout import State as Layout
-from verify.evidence.dimension_types.check_localize_hooks import asked_otherwise
 from verify.evidence.dimension_types.check_size_guards import equals, granted
 from verify.evidence.dimension_types.interpret import interpret
+from verify.evidence.dimension_types.localize_hooks_on_other_shards import asked_otherwise
 from verify.evidence.dimension_types.states import (
     PARTIAL_MAX,
     PARTIAL_SUM,

@@ -31,7 +31,7 @@ from verify.operators.audit.central_differences import (
     with_gradients,
 )
 from verify.operators.audit.handwritten_backward import Handwritten
-from verify.operators.audit.watched_run import has_setup_context, tensor_names
+from verify.operators.audit.watch_effects_on_tensors import has_setup_context, tensor_names
 
 CALLS = 6  # recorded calls that are judged
 FunctionClass = type[torch.autograd.Function]

@@ -42,7 +42,7 @@ from verify.operators.audit.central_differences import (
     with_gradients,
 )
 from verify.operators.audit.handwritten_backward import Deviation, Handwritten, deviation, handwritten, plain
-from verify.operators.audit.watched_run import Probed, shapes_of, tensor_names
+from verify.operators.audit.watch_effects_on_tensors import Probed, shapes_of, tensor_names
 from verify.results.finding import Finding
 from verify.results.report import Check
 from verify.results.verdict import Verdict

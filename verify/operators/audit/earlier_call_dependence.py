@@ -26,7 +26,7 @@ from verify.evidence.inputs.concrete_call import ConcreteCall
 from verify.evidence.inputs.draw_calls import resize
 from verify.evidence.inputs.import_user_code import end_where_loaded_anew, load_anew
 from verify.evidence.inputs.meta_preflight import succeeds
-from verify.operators.audit.watched_run import Watched, same, watch
+from verify.operators.audit.watch_effects_on_tensors import Watched, same, watch
 
 ROUNDING = 1e-9  # relative; threads may add in another order
 

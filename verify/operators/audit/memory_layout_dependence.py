@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nnscaler.error_text import in_one_line
 from verify.evidence.inputs.concrete_call import ConcreteCall
-from verify.operators.audit.watched_run import BackwardRaised, Facts, Watched, apart_in_float64, watch
+from verify.operators.audit.watch_effects_on_tensors import BackwardRaised, Facts, Watched, apart_in_float64, watch
 
 BOUND = 1e-8  # relative; another kernel may run on other strides
 

@@ -41,7 +41,7 @@ from verify.operators.audit.rank_and_mode_dependence import (
     asks_distributed,
     in_other_modes,
 )
-from verify.operators.audit.watched_run import (
+from verify.operators.audit.watch_effects_on_tensors import (
     BackwardRaised,
     Change,
     Facts,

@@ -15,7 +15,7 @@ from op_registry.spec import OperatorSpec
 
 from verify.evidence.inputs.concrete_call import ConcreteCall, with_tensors
 from verify.evidence.oracle.run_whole_operator import as_leaves
-from verify.operators.audit.watched_run import Probed, shapes_of
+from verify.operators.audit.watch_effects_on_tensors import Probed, shapes_of
 from verify.results.finding import Finding
 from verify.results.report import Check
 from verify.results.verdict import Verdict

@@ -19,7 +19,6 @@ from nnscaler.tracing.float64_run import convert_floats
 from nnscaler.tracing.sample_inputs import flatten_inputs
 from nnscaler.training.program_on_rank import check_alike, stages_of_roles
 from nnscaler.training.recompilation import SentProgram, SizeClass, sent
-from verify.programs.check_text_before_run import vouch
 from verify.programs.checks.input_and_outcome import CheckOutcome, Tally
 from verify.programs.execution.run_on_backend import Failure, devices_of, run_job, simulate
 from verify.programs.prepare_verification import Prepared, matched_draws
@@ -27,6 +26,7 @@ from verify.programs.reference.eager import choose_learning_rate, clip_limit, lo
 from verify.programs.request import PlanRequest
 from verify.programs.rerun_with_other_scale_or_labels import failed, state_at_start
 from verify.programs.source_map import SourceMap
+from verify.programs.static_check_of_recompiled_program import vouch
 from verify.programs.training.comparison import compare
 from verify.programs.training.eager import Draws, EagerModel, EagerRun, eager_model
 from verify.programs.training.rank_loop import RankTraining, TrainTask, train_rank

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from verify.external.program import ExternalProgram
-from verify.self_test.external import context_and_expert_parallel as ds
+from verify.self_test.external import context_expert_and_sharded_optimizer as ds
 from verify.self_test.external import data_parallel as dp
 from verify.self_test.external import megatron_style_layers as hand
 from verify.self_test.external.models import Gpt, Mlp, Moe, Sizes, Twice, adamw, supervised

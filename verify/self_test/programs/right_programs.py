@@ -24,7 +24,7 @@ from verify.programs.prepare_verification import Prepared, prepare
 from verify.programs.request import PlanRequest
 from verify.programs.subject import PlanSubject
 from verify.self_test.programs import known_bug_models, tiny_models
-from verify.self_test.programs.mutants.editable_program import RightProgram, take_apart
+from verify.self_test.programs.mutants.editable_program_and_edits import RightProgram, take_apart
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 LAYERS = 2  # blocks that are left of each example

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from verify.self_test.programs.judge_mutant import Execution
-from verify.self_test.programs.run import TableBench
+from verify.self_test.programs.judge_mutants_and_known_bugs import TableBench
 
 
 @pytest.fixture(scope="session")

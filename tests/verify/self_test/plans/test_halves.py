@@ -20,7 +20,7 @@ from tests.halves import Place, adjacent, drawn, late, rewritten, some, zero_bub
 from tests.sampling import every
 from verify.self_test.programs import known_bug_models, tiny_models
 from verify.self_test.programs.judge_mutant import Execution, read_statically
-from verify.self_test.programs.mutants.editable_program import MutationOperator, take_apart
+from verify.self_test.programs.mutants.editable_program_and_edits import MutationOperator, take_apart
 from verify.self_test.programs.mutants.mutant import apply_edits
 from verify.self_test.programs.mutants.schedule import OPERATORS
 from verify.self_test.programs.right_programs import TINY, SmallModel, Spec, build

@@ -9,8 +9,8 @@ import pytest
 
 from verify.self_test.programs.decide_mutant_equivalence import compare_programs
 from verify.self_test.programs.judge_mutant import Execution, read_statically
+from verify.self_test.programs.judge_mutants_and_known_bugs import JudgedMutant
 from verify.self_test.programs.mutants.catalogue import text_mutants
-from verify.self_test.programs.run import JudgedMutant
 
 Get = Callable[[str], Execution]
 

@@ -15,7 +15,11 @@ from verify.self_test.programs.judge_mutant import Execution, read_folder, read_
 from verify.self_test.programs.mutants.catalogue import TEXT_OPERATORS, mutants_of, provable_mutants, text_mutants
 from verify.self_test.programs.mutants.compiler_mistakes import GRAPH
 from verify.self_test.programs.mutants.cuts_copies_constants import COPIES, FAMILIES, LAYOUT, STATE, state_edits
-from verify.self_test.programs.mutants.editable_program import MutationOperator, RightProgram, read_role_source
+from verify.self_test.programs.mutants.editable_program_and_edits import (
+    MutationOperator,
+    RightProgram,
+    read_role_source,
+)
 from verify.self_test.programs.mutants.mutant import STATE_EDITS, Edit, Mutant, apply_edits, edits_between
 from verify.self_test.programs.right_programs import TINY, Spec, build
 

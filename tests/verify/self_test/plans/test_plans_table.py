@@ -9,10 +9,10 @@ import pytest
 from nnscaler.cli.main import main
 from verify.self_test.programs.decide_mutant_equivalence import OracleAnswer
 from verify.self_test.programs.judge_mutant import Answer, Executed
+from verify.self_test.programs.judge_mutants_and_known_bugs import JudgedMutant, Original
 from verify.self_test.programs.mutants.mutant import Edit, Mutant
 from verify.self_test.programs.right_programs import MODELS, PLANS, Spec, specs
-from verify.self_test.programs.run import JudgedMutant, Original
-from verify.self_test.programs.tally import PROVABLE, PlansSelfTest, plans_lines
+from verify.self_test.programs.run_and_tally import PROVABLE, PlansSelfTest, plans_lines
 
 NO, YES = Answer(False), Answer(True, ("loss_differs",), "it differs")
 EDIT = Edit("role_0.py", 7, "    x = comm.all_reduce(y, self.tp)  # sum", "    x = y")

@@ -16,7 +16,7 @@ from nnscaler.runtime.training.async_pipeline import StreamExecutor, Versions
 from tests.sampling import every
 from verify.self_test.programs.judge_mutant import Execution, read_statically
 from verify.self_test.programs.mutants import runtime_faults, schedule
-from verify.self_test.programs.mutants.editable_program import MutationOperator
+from verify.self_test.programs.mutants.editable_program_and_edits import MutationOperator
 from verify.self_test.programs.mutants.mutant import apply_edits
 from verify.self_test.programs.right_programs import TINY, build
 

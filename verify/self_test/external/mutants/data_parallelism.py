@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from verify.self_test.external import data_parallel as dp
 from verify.self_test.external import ddp_hooks as hooks
 from verify.self_test.external import edits_that_make_mutants as e
-from verify.self_test.external.context_and_expert_parallel import owned_sgd
+from verify.self_test.external.context_expert_and_sharded_optimizer import owned_sgd
 from verify.self_test.external.edits_that_make_mutants import ExternalMutant, row, same
 from verify.self_test.external.models import supervised
 from verify.self_test.external.sharded_data_parallel import FlatShards

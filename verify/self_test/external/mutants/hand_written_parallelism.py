@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from verify.self_test.external import context_and_expert_parallel as ds
+from verify.self_test.external import context_expert_and_sharded_optimizer as ds
 from verify.self_test.external import edits_that_make_mutants as e
 from verify.self_test.external import megatron_style_layers as hand
 from verify.self_test.external.edits_that_make_mutants import ExternalMutant, row

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from verify.self_test.programs.mutants.editable_program import (
+from verify.self_test.programs.mutants.editable_program_and_edits import (
     RightProgram,
     Statement,
     operators,

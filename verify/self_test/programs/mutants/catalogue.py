@@ -15,7 +15,7 @@ from verify.self_test.programs.mutants import (
     schedule,
 )
 from verify.self_test.programs.mutants.compiler_mistakes import generated_mutants
-from verify.self_test.programs.mutants.editable_program import MutationOperator, RightProgram
+from verify.self_test.programs.mutants.editable_program_and_edits import MutationOperator, RightProgram
 from verify.self_test.programs.mutants.mutant import Mutant, StateEdit, apply_edits, edits_between
 from verify.self_test.programs.right_programs import Base
 

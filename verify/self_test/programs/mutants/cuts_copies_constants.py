@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nnscaler.layout import MICRO
 from nnscaler.runtime.tensor_values import same_bits
-from verify.self_test.programs.mutants.editable_program import (
+from verify.self_test.programs.mutants.editable_program_and_edits import (
     DeclarationEntry,
     Find,
     RightProgram,

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 
-from verify.self_test.programs.mutants.editable_program import (
+from verify.self_test.programs.mutants.editable_program_and_edits import (
     DeclarationEntry,
     Find,
     RightProgram,

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from nnscaler.ir.graph import LogicalTensor
-from verify.self_test.programs.mutants.editable_program import (
+from verify.self_test.programs.mutants.editable_program_and_edits import (
     RightProgram,
     Statement,
     each_of,

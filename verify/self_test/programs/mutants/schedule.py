@@ -8,7 +8,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from nnscaler.instructions import Instruction, batches_written, going_on, read_instruction, total_order
 from nnscaler.scheduling.dependencies import chain, dependencies
 from nnscaler.scheduling.schedule import Schedule, parse_order
-from verify.self_test.programs.mutants.editable_program import Find, RightProgram, Role, each_of, micro_of, operators
+from verify.self_test.programs.mutants.editable_program_and_edits import (
+    Find,
+    RightProgram,
+    Role,
+    each_of,
+    micro_of,
+    operators,
+)
 from verify.self_test.programs.mutants.mutant import Edit, Edits
 
 

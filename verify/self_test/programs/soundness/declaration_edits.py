@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from random import Random
 
 from nnscaler.layout import MICRO
-from verify.self_test.programs.mutants.editable_program import DeclarationEntry
+from verify.self_test.programs.mutants.editable_program_and_edits import DeclarationEntry
 from verify.self_test.programs.mutants.mutant import Edit, Edits
 from verify.self_test.programs.soundness.program_under_random_edits import FED, STORED, Draft, Propose
 

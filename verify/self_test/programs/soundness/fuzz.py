@@ -21,7 +21,7 @@ from verify.programs.typing import check_program
 from verify.results.finding_codes import UNMATCHED
 from verify.self_test.programs.judge_mutant import Answer, Execution
 from verify.self_test.programs.mutants.catalogue import TEXT_OPERATORS
-from verify.self_test.programs.mutants.editable_program import MutationOperator
+from verify.self_test.programs.mutants.editable_program_and_edits import MutationOperator
 from verify.self_test.programs.mutants.mutant import Edits
 from verify.self_test.programs.soundness.declaration_edits import DECLARED
 from verify.self_test.programs.soundness.line_edits import LINES, SAME

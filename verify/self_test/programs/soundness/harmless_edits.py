@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from verify.programs.typing.lines.canonical_calls import operator_of, parameters_of
-from verify.self_test.programs.mutants.editable_program import RightProgram, Role, Statement, names_in
+from verify.self_test.programs.mutants.editable_program_and_edits import RightProgram, Role, Statement, names_in
 from verify.self_test.programs.mutants.mutant import Edit, apply_edits
 
 Rewrite = Callable[[RightProgram, Statement], Iterator[str]]  # the lines that stand for a statement; none: it stays

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from nnscaler.layout import MICRO, SLICE
-from verify.self_test.programs.mutants.editable_program import (
+from verify.self_test.programs.mutants.editable_program_and_edits import (
     DeclarationEntry,
     RightProgram,
     Statement,

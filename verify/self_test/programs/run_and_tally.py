@@ -7,8 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from verify.results.styled_line import StyledLine, plain
+from verify.self_test.programs.judge_mutants_and_known_bugs import (
+    JudgedMutant,
+    MutantSelection,
+    Original,
+    RowResult,
+    TableT,
+    judge_all,
+)
 from verify.self_test.programs.mutants.cuts_copies_constants import CONSTANTS, COPIES, LAYOUT, STATE
-from verify.self_test.programs.run import JudgedMutant, MutantSelection, Original, RowResult, TableT, judge_all
 from verify.self_test.run_rows import Progress, closing_line
 
 REQUIRED = 0.97  # of the mutants that are not equivalent must be refuted
