@@ -1,12 +1,12 @@
 """The backward of a micro-batch in two halves: `I`, the gradients of what the stage received, and later `W`, those of
 its parameters (Qi et al., Zero Bubble Pipeline Parallelism, 2023).
 
-`nnscaler.split_backward_graph` says which part of the autograd graph each half runs. I runs the trunk, each node for its
-gradients along the trunk alone, and keeps what arrives at the starts. W runs each start once more, for the gradients
-that leave the trunk, and what hangs off there. So nothing is computed twice but what a start derives both gradients
-from. Every collective runs once: one of an activation lies on the trunk, one of a parameter off it. A Function that is
-written in Python computes all of its gradients at once. Where nothing is received there is no trunk, and W is the whole
-backward.
+`nnscaler.split_backward_graph` says which part of the autograd graph each half runs. I runs the trunk, each node for
+its gradients along the trunk alone, and keeps what arrives at the starts. W runs each start once more, for the
+gradients that leave the trunk, and what hangs off there. So nothing is computed twice but what a start derives both
+gradients from. Every collective runs once: one of an activation lies on the trunk, one of a parameter off it. A
+Function that is written in Python computes all of its gradients at once. Where nothing is received there is no trunk,
+and W is the whole backward.
 
 Saved values go as backward reads them, as they do without the split; those of starts, and of what hangs off, stay until
 W. The values of a recomputed region come back in I, and those of its starts stay. Of a linear layer its input and the

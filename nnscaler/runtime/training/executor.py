@@ -34,15 +34,7 @@ from nnscaler.runtime.stage_base_class import (
 )
 from nnscaler.runtime.training.autocast import autocast_on, dtype_named, in_precision, precision_of_run
 from nnscaler.runtime.training.backward import BackwardPasses
-from nnscaler.runtime.training.build_and_compile_stages import (
-    Held,
-    Key,
-    StageBuilder,
-    adopted,
-    compile_each,
-    stages_of,
-    taken_over,
-)
+from nnscaler.runtime.training.build_stages import Held, Key, StageBuilder, adopted, compile_each, stages_of, taken_over
 from nnscaler.runtime.training.cut_batch import Batch, BatchCutter
 from nnscaler.runtime.training.executor_settings import ExecutorSettings
 from nnscaler.runtime.training.gradients.accumulate_and_reduce import Gradients
