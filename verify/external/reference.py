@@ -318,7 +318,7 @@ def _backward(program: ExternalProgram, step_of: Any, model: nn.Module, batch: B
     return torch.stack(losses).mean(0)
 
 
-def finish_backward(loss: Any, parameters: Iterable[nn.Parameter]) -> None:
+def finish_backward(loss: Any, parameters: Iterable[Tensor]) -> None:
     """Run the backward pass where a step left it to its caller."""
     if isinstance(loss, Tensor) and loss.requires_grad and all(p.grad is None for p in parameters):
         run_backward(loss, torch.ones_like(loss))

@@ -16,6 +16,7 @@ from typing import Any, TypeGuard
 import torch
 import torch.distributed.pipelining.schedules as schedules
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
@@ -260,6 +261,8 @@ class ScriptWatch:
             self.tell(note_on_hooks("the script", hooked))
         if self._feed is not None:
             self._feed.start({one.names[0]: one.tensor for one in new if one.given})
+            for part in (p for p in module.modules() if isinstance(p, FSDPModule)):
+                part.reshard()  # what it has gathered by now has the values from before
             self._state.hold(new)
 
     # Backward passes and steps.

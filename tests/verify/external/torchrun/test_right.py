@@ -34,6 +34,7 @@ TURNS, PART = "in turn", "on each data part by itself"
         pytest.param("fsdp_transformer.py", 2, PART, marks=pytest.mark.long),
         pytest.param("fsdp_transformer.py", 3, PART, marks=pytest.mark.long),
         pytest.param("fsdp_transformer.py --same-rows", 4, PART, marks=pytest.mark.long),
+        pytest.param("fsdp_transformer.py --evaluate", 2, PART, marks=pytest.mark.long),
         ("sent_stages.py", 2, OWN),
         pytest.param("sent_stages.py", 4, OWN, marks=pytest.mark.long),
         ("zero.py", 3, WHOLE),
