@@ -3,13 +3,15 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.verify.external import programs
 from tests.verify.external.programs import program
-from verify.external.observe_rank_run import modules_of
 from verify.external.differential_run import ExternalSettings
+from verify.external.observe_rank_run import modules_of
 from verify.external.verify import verify_program
 from verify.results.verdict import Verdict
 
@@ -36,6 +38,43 @@ def _evaluating_too(model: Any, batch: Any) -> Tensor:
         model(*batch)
     model.set_reshard_after_backward(False)
     return model(*batch)  # type: ignore[no-any-return]
+
+
+class _Owned(torch.optim.SGD):
+    """Each rank reduces the gradients in tensors of its own, updates some parameters, and sends them to the others."""
+
+    reduces = True
+
+    def step(self, closure: Any = None) -> None:
+        del closure
+        here, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        for number, parameter in enumerate(self.param_groups[0]["params"]):
+            mine = parameter.grad.clone()
+            if ranks > 1 and self.reduces:
+                dist.reduce(mine, number % ranks, dist.ReduceOp.SUM)
+                mine /= ranks
+            if number % ranks == here:
+                with torch.no_grad():
+                    parameter.sub_(0.1 * mine)
+            if ranks > 1:
+                dist.broadcast(parameter.detach(), number % ranks)
+
+
+class _Unreduced(_Owned):
+    reduces = False
+
+
+@pytest.mark.parametrize(("kind", "verdict"), [(_Owned, Verdict.INCONCLUSIVE), (_Unreduced, Verdict.REFUTED)])
+def test_gradients_that_a_step_reduces_out_of_sight_are_left_open(kind: type[_Owned], verdict: Verdict):
+    made = replace(program(lambda model, mesh: None, dp=2), optimizer=lambda model: kind(model.parameters(), 0.1))
+    report = verify_program(made, ExternalSettings(isolate=False))
+    assert report.verdict is verdict, report.findings
+    if verdict is Verdict.INCONCLUSIVE:
+        (finding,) = report.findings
+        assert finding.message.startswith("the optimizer's step reduces gradients in tensors of its own")
+        assert {check.name: check.verdict.passes for check in report.checks}["parameters after steps"]
+    else:
+        assert "an averaging all_reduce over dp is missing" in str(report.findings[0].cause)
 
 
 def test_parameters_that_fsdp_has_gathered_are_compared_by_their_shards():
