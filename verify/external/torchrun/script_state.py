@@ -200,12 +200,13 @@ def is_outside(name: str) -> bool:
 def _replica(module: nn.Module) -> tuple[int, int] | None:
     if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
         return dist.get_rank(module.process_group), dist.get_world_size(module.process_group)
-    parameter = next(module.parameters(), None) if isinstance(module, FSDPModule) else None
-    parameter = resting_shards(module).get(id(parameter), parameter)
+    first = next(module.parameters(), None) if isinstance(module, FSDPModule) else None
+    parameter = resting_shards(module).get(id(first), first)
     if not isinstance(parameter, DTensor):
         return None
     index, size = 0, 1
-    mesh, at = parameter.device_mesh, parameter.device_mesh.get_coordinate() or []
+    mesh = parameter.device_mesh
+    at: Sequence[int] = mesh.get_coordinate() or ()
     # FSDP2's axes are the outer ones: of copies, and the first one that shards
     for axis, (coordinate, placement) in enumerate(zip(at, parameter.placements, strict=True)):
         index, size = index * mesh.size(axis) + coordinate, size * mesh.size(axis)
