@@ -50,7 +50,7 @@ def computing_in(model: nn.Module | None, dtype: torch.dtype, dropout: bool = Fa
     """While open, nothing is dropped (unless asked), and the model computes in `dtype`; in float64 everything does."""
     with ExitStack() as stack:
         if dtype == torch.float64:
-            stack.enter_context(exact(model, dropout=dropout, generators=True))
+            stack.enter_context(exact(model, dropout=dropout, generators=True, recorded=False))
         else:
             if model is not None:
                 convert_floats(model, dtype)
