@@ -78,7 +78,7 @@ class ScriptWatch:
         hooks = (register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after))
         with ExitStack() as stack:
             stack.enter_context(replaced(self._changes()))
-            stack.enter_context(exact(dropout=True) if self._double else autocast_on("cpu"))
+            stack.enter_context(exact(dropout=True, recorded=False) if self._double else autocast_on("cpu"))
             stack.enter_context(self._mode)
             try:
                 yield
