@@ -64,7 +64,10 @@ class _Unreduced(_Owned):
     reduces = False
 
 
-@pytest.mark.parametrize(("kind", "verdict"), [(_Owned, Verdict.INCONCLUSIVE), (_Unreduced, Verdict.REFUTED)])
+@pytest.mark.parametrize(
+    ("kind", "verdict"),
+    [(_Owned, Verdict.INCONCLUSIVE), pytest.param(_Unreduced, Verdict.REFUTED, marks=pytest.mark.long)],
+)
 def test_gradients_that_a_step_reduces_out_of_sight_are_left_open(kind: type[_Owned], verdict: Verdict):
     made = replace(program(lambda model, mesh: None, dp=2), optimizer=lambda model: kind(model.parameters(), 0.1))
     report = verify_program(made, ExternalSettings(isolate=False))
@@ -75,6 +78,21 @@ def test_gradients_that_a_step_reduces_out_of_sight_are_left_open(kind: type[_Ow
         assert {check.name: check.verdict.passes for check in report.checks}["parameters after steps"]
     else:
         assert "an averaging all_reduce over dp is missing" in str(report.findings[0].cause)
+
+
+def _clipped_too_early(model: nn.Module, limit: float) -> Tensor:
+    norm = nn.utils.clip_grad_norm_(model.parameters(), limit)
+    for gradient in (p.grad for p in model.parameters() if dist.is_initialized() and p.grad is not None):
+        dist.all_reduce(gradient.div_(dist.get_world_size()))
+    return norm
+
+
+@pytest.mark.long
+def test_gradients_that_are_clipped_before_they_are_averaged_are_told_by_their_norm():
+    made = replace(program(lambda model, mesh: None, dp=2), max_norm=0.01, clip=_clipped_too_early)
+    report = verify_program(made, ExternalSettings(isolate=False))
+    (finding,) = (one for one in report.findings if one.code == "gradient_norm_differs")
+    assert "they are clipped before they are averaged over dp" in str(finding.cause), report.findings
 
 
 def test_parameters_that_fsdp_has_gathered_are_compared_by_their_shards():

@@ -137,6 +137,7 @@ def test_equal_rows_that_a_script_draws_are_told_in_a_note() -> None:
 
 def test_what_was_done_for_the_script_is_told() -> None:
     notes = verified("gpt_train.py", 2).notes
+    assert "the script asserts that there is a GPU: it was told that there is one" in notes
     assert "the script asks for nccl: gloo took its place" in notes
     assert any(note.startswith("every data part counts as many labels") for note in notes)
     assert "torch.compile was left out: the eager program was run" in notes
