@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import sys
@@ -77,6 +78,15 @@ def load_state(state: RankState) -> None:
             for name in [name for name in space if name not in names]:
                 del space[name]
             space.update(names)
+
+
+def empty_caches() -> None:
+    """Empty what functools keeps of the results of functions in the user's modules, as in a process that has begun:
+    that there is no process group, say, which a run of the plain model has asked."""
+    for space in _of_users():
+        for value in list(space.values()):
+            if isinstance(value, functools._lru_cache_wrapper):
+                value.cache_clear()
 
 
 def _of_users() -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ import os
 import pickle
 import random
 import sys
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from verify.external.ranks.call_sites import is_program, place_in_stack, place_o
 from verify.external.ranks.collective_semantics import CollectiveShare, answer, disagreement_of
 from verify.external.ranks.globals_of_ranks import VARIABLES, environment_of, load_state, save_state
 from verify.external.ranks.processes.logged_gloo_group import CallReader, CallWriter, Entry
-from verify.external.ranks.run import run_ranks
+from verify.external.ranks.run import run_ranks, run_ranks_isolated
 from verify.external.ranks.run_result import RankCall, RanksFailed
 from verify.external.ranks.threads.exchange import WatchedTensors
 from verify.results.finding_codes import CATALOGUE
@@ -160,6 +161,18 @@ def test_names_of_a_users_module_are_bound_for_each_rank() -> None:
 
     assert run_ranks(on_rank, 3).results == ([0, 0], [1, 1], [2, 2])
     assert not _mine and "_new" not in globals()
+
+
+@cache
+def _ranks_that_are_up() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+@pytest.mark.parametrize("executor", ["simulator", "gloo"])
+def test_what_functions_have_cached_before_ranks_start_is_forgotten(executor: str) -> None:
+    assert _ranks_that_are_up() == 1
+    assert run_ranks_isolated(lambda rank: _ranks_that_are_up(), 2, executor).results == (2, 2)
+    assert _ranks_that_are_up.cache_info().currsize == 1
 
 
 # -- places, failures, memory -----------------------------------------------------------------------------------------
