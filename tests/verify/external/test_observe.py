@@ -92,7 +92,7 @@ def test_gradients_that_are_clipped_before_they_are_averaged_are_told_by_their_n
     made = replace(program(lambda model, mesh: None, dp=2), max_norm=0.01, clip=_clipped_too_early)
     report = verify_program(made, ExternalSettings(isolate=False))
     (finding,) = (one for one in report.findings if one.code == "gradient_norm_differs")
-    assert "they are clipped before they are averaged over dp" in str(finding.cause), report.findings
+    assert "it is taken before they are averaged over dp" in str(finding.cause), report.findings
 
 
 def test_parameters_that_fsdp_has_gathered_are_compared_by_their_shards():

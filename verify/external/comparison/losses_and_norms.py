@@ -137,7 +137,7 @@ def _of_own_rows(run: ProgramRun, number: int, rank: int, norm: Tensor) -> Cause
     if own is None or not run.tolerance.judge(("norm", number, ""), difference(norm, _norm(own)).relative).passes:
         return None
     axes = ",".join(axis for axis in run.program.data_axes if run.sizes[axis] > 1)
-    text = f"it is the norm of the rank's own gradients: they are clipped before they are averaged over {axes}"
+    text = f"it is the norm of the rank's own gradients: it is taken before they are averaged over {axes}"
     return Cause("missing_reduction", text, axes)
 
 
