@@ -80,12 +80,14 @@ def exact(
     draws: Draws | None = None,
     generators: bool = False,
     told: torch.dtype | None = None,
+    recorded: bool = True,
 ) -> Iterator[None]:
     """While open, every floating dtype that code asks for is `dtype`, no dropout drops anything (unless asked), and
     other random numbers are those that a program without dropout draws. `draws` gives all random numbers instead;
     `generators`: what code draws from a generator of its own stays as it is. `told`: what a tensor that is asked
     for its dtype answers. With the `own_dtype` of the module, which a trace saw, numbers that follow from it, such as
-    `torch.finfo(x.dtype).eps` and those of `torch.tensor(data, dtype=x.dtype)`, are the trace's.
+    `torch.finfo(x.dtype).eps` and those of `torch.tensor(data, dtype=x.dtype)`, are the trace's. `recorded`: Python
+    numbers become what a trace records of them, constants of the default dtype; else nothing is rounded.
 
     `module` is converted, for good: give it a copy.
     """
@@ -96,7 +98,8 @@ def exact(
         _convert(module, floating, dropout)
     torch.set_default_dtype(floating)
     try:
-        with _running(module, _ExactMode(floating, default, dropout, draws, generators, told)):
+        of_data = default if recorded else floating
+        with _running(module, _ExactMode(floating, of_data, dropout, draws, generators, told)):
             yield
     finally:
         torch.set_default_dtype(default)

@@ -20,6 +20,7 @@ from nnscaler.tracing.export.module_copies import copied_with_hooks
 from verify.external.parameter_mapping import Lookup, RankPiece, local_value, match
 from verify.external.program import Batch, ExternalProgram
 from verify.external.ranks.call_sites import in_phase
+from verify.external.ranks.torch_private import resting_shards
 from verify.external.ranks.torch_private_trace import watch_redistributions
 from verify.external.reference import (
     PlainReference,
@@ -115,8 +116,8 @@ def observe(
             module.register_forward_hook(partial(_note_dtype, dtypes))
         for number in range(len(reference.steps)):
             optimizer.zero_grad(set_to_none=True)
-            for part in modules_of(made):
-                part.zero_grad(set_to_none=True)
+            for parameter in _parameters_of(made, program):
+                parameter.grad = None
             with watch_redistributions(moves.append if number == 0 else lambda move: None):
                 rows = rows_of(program, reference, rank, number)
                 steps.append(_with_copies(_step(program, made, optimizer, rows, number), held_alone))
@@ -188,7 +189,7 @@ def run_step(program: ExternalProgram, made: Any, batch: Batch, number: int = 0)
     with in_phase(phase_of_step("forward", number)):
         loss = program.step(made, batch)
     with in_phase(phase_of_step("backward", number)):
-        finish_backward(loss, (p for part in modules_of(made) for p in part.parameters()))
+        finish_backward(loss, _parameters_of(made, program))
     return loss
 
 
@@ -320,11 +321,15 @@ def _whole(value: Any) -> Tensor | None:
 def optimizer_of(program: ExternalProgram, made: Any, learning_rate: float) -> torch.optim.Optimizer:
     if program.optimizer is not None:
         return program.optimizer(made)
-    parameters = [p for part in modules_of(made) for p in part.parameters() if p.requires_grad]
+    parameters = [parameter for parameter in _parameters_of(made, program) if parameter.requires_grad]
     if not parameters:  # a rank may hold nothing that is trained
         return torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=learning_rate)
     # one by one: torch's grouped updates refuse a mix of DTensors and plain tensors
     return torch.optim.SGD(parameters, lr=learning_rate, foreach=False)
+
+
+def _parameters_of(made: Any, program: ExternalProgram) -> Iterator[Tensor]:
+    return (tensor for _, tensor, kind in tensors_of_program(made, program) if kind == "parameter")
 
 
 def modules_of(made: Any) -> tuple[nn.Module, ...]:
@@ -364,7 +369,9 @@ def tensors_of_program(made: Any, program: ExternalProgram) -> Iterator[tuple[st
         raise NnscalerError("usage", message, program.where, help=help)
     seen: set[int] = set()
     for number, module in enumerate(modules):
-        for name, tensor, kind in state_of(module):
+        resting = resting_shards(module)
+        for name, registered, kind in state_of(module):
+            tensor = resting.get(id(registered), registered)
             if id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield (name if len(modules) == 1 else f"{name} of module {number}"), tensor, kind

@@ -50,7 +50,7 @@ def computing_in(model: nn.Module | None, dtype: torch.dtype, dropout: bool = Fa
     """While open, nothing is dropped (unless asked), and the model computes in `dtype`; in float64 everything does."""
     with ExitStack() as stack:
         if dtype == torch.float64:
-            stack.enter_context(exact(model, dropout=dropout, generators=True))
+            stack.enter_context(exact(model, dropout=dropout, generators=True, recorded=False))
         else:
             if model is not None:
                 convert_floats(model, dtype)
@@ -318,7 +318,7 @@ def _backward(program: ExternalProgram, step_of: Any, model: nn.Module, batch: B
     return torch.stack(losses).mean(0)
 
 
-def finish_backward(loss: Any, parameters: Iterable[nn.Parameter]) -> None:
+def finish_backward(loss: Any, parameters: Iterable[Tensor]) -> None:
     """Run the backward pass where a step left it to its caller."""
     if isinstance(loss, Tensor) and loss.requires_grad and all(p.grad is None for p in parameters):
         run_backward(loss, torch.ones_like(loss))

@@ -88,6 +88,11 @@ class AsksForItsDtype(nn.Module):
         return (x * scale + x.new_tensor(0.7) + wide).square().sum() / (1e-3 + torch.finfo(x.dtype).eps)
 
 
+def test_numbers_are_not_rounded_where_nothing_is_traced() -> None:
+    with exact(recorded=False):
+        assert float(torch.tensor(0.1)) == 0.1
+
+
 def test_numbers_that_follow_from_a_dtype_are_those_of_the_trace() -> None:
     module = AsksForItsDtype()
     assert trace(module, (torch.randn(2, 6),)).notes == ()

@@ -10,8 +10,16 @@ import torch
 from torch import Tensor
 
 from nnscaler.errors import few
-from nnscaler.runtime.tensor_values import FAMILY_SHARE, FILL, as_real, difference, family_scale, largest, same_values
-from verify.external.comparison.comparison_records import ComparisonResult, Difference, ProgramRun
+from nnscaler.runtime.tensor_values import (
+    FAMILY_SHARE,
+    FILL,
+    as_real,
+    difference,
+    family_scale,
+    largest,
+    same_values,
+)
+from verify.external.comparison.comparison_records import IN_STEP, ComparisonResult, Difference, ProgramRun
 from verify.external.comparison.losses_and_norms import compare_losses, compare_norms
 from verify.external.comparison.reference_in_parts_and_noise import MEAN_OF_MEANS, cause_by_micro_batches
 from verify.external.comparison.shared_elements import WrongGradient
@@ -29,7 +37,7 @@ def compare(run: ProgramRun) -> tuple[ComparisonResult, ...]:
     # a step clips by its norm, and makes its update, after its gradients and before those of the next
     last = min(_first_refuted(norms), steps - 1)
     gradients = _gradients(run, last)
-    wrong = min((d.step for d in gradients.differences), default=steps)
+    wrong = min((d.step for d in gradients.differences if d.actual != IN_STEP), default=steps)
     losses = compare_losses(run, min(wrong, last), summed=wrong == steps)
     states = _states(run, "parameter", min(map(_first_refuted, (losses, gradients, norms))))
     updated = _first_refuted(states)
@@ -135,15 +143,32 @@ def _gradients(run: ProgramRun, last: int) -> ComparisonResult:
                     if reduced is None or reduced.cause.kind not in VAGUE:
                         one, gap, name = reduced, gap_after, LATE
                 if one is not None and value is not None and unread:
-                    one = Difference(
-                        "not_compared", piece.name, record.rank, number, Verdict.INCONCLUSIVE, actual=_UNREAD
-                    )
+                    one = _not_compared(piece, record, number, _UNREAD)
+                elif one is not None and one.cause.kind == "missing_reduction" and _reduced(run, number, record, piece):
+                    one = None if number else _not_compared(piece, record, number, IN_STEP)
+                    count, gap = count - 1, 0.0
                 worst = max(worst, gap)
                 if one is not None:
                     found.append(one)
-        if found:
+        if any(one.actual != IN_STEP for one in found):
             break
     return ComparisonResult(name, count, tuple(found), worst)
+
+
+def _not_compared(piece: RankPiece, record: RankRecord, number: int, why: str) -> Difference:
+    return Difference("not_compared", piece.name, record.rank, number, Verdict.INCONCLUSIVE, actual=why)
+
+
+def _reduced(run: ProgramRun, number: int, record: RankRecord, piece: RankPiece) -> bool:
+    """Return whether the optimizer's step leaves what the model's leaves, and not what was there before: it has reduced
+    the gradient on the way, in a tensor of its own."""
+    value, reference = record.steps[number].state.get(piece.local), run.reference
+    earlier = reference.steps[number - 1].parameters if number else reference.space.flat(reference.start)
+
+    def agrees(right: Tensor) -> bool:
+        return value is not None and _judge(run, ("parameter", number), piece, difference(value, right).relative).passes
+
+    return agrees(piece.take(reference.steps[number].parameters)) and not agrees(piece.take(earlier))
 
 
 _UNREAD = (

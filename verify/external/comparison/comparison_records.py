@@ -20,6 +20,13 @@ from verify.results.verdict import Verdict, merge
 PartGradients = Callable[[int, int], Tensor]  # step and data part -> gradients over all addresses
 
 
+# why a gradient is not compared
+IN_STEP = (
+    "the optimizer's step reduces gradients in tensors of its own, which are not seen: parameters after steps are "
+    "compared, and an optimizer such as Adam hides a factor of their gradients"
+)
+
+
 @dataclass(frozen=True)
 class ProgramRun:
     """One run of a program in one dtype, and its oracle.

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from nnscaler.errors import few
 from verify.external.comparison.compare import LATE
-from verify.external.comparison.comparison_records import ComparisonResult, Difference, ProgramRun
+from verify.external.comparison.comparison_records import IN_STEP, ComparisonResult, Difference, ProgramRun
 from verify.programs.causes.wrong_tensor import VAGUE, Cause
 from verify.results.finding import Finding
 from verify.results.verdict import Verdict
@@ -77,7 +77,7 @@ def _finding(run: ProgramRun, group: Sequence[Difference], gradients: str) -> Fi
     example["cause"] = cause.kind
     if len(names) > 1:
         example["tensors"] = ", ".join(names)
-    help = _HELP.get(worst.code)
+    help = _HELP.get(worst.actual, _HELP.get(worst.code))
     if code == "near_threshold" and run.tolerance.unknown:
         help = run.tolerance.unknown
     return Finding(code, sentence, run.program.where, example, cause.text or None, help)
@@ -87,6 +87,8 @@ _HELP: Mapping[str, str] = {
     "parameter_unmatched": "name it in `names`: {its name in the program: its name in the plain model}",
     "not_compared": "a learning rate above 0, or more steps (`--steps`); does the optimizer hold the parameters that "
     "the module has now, and do they get gradients?",
+    IN_STEP: "verify it with plain SGD as the update between the reduction and what is sent to other ranks: that hides "
+    "nothing; or write the reduced gradients into `.grad`",
     "loss_missing": "return the loss from `step` on the ranks that have it",
 }
 

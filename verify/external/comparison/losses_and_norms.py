@@ -123,11 +123,28 @@ def compare_norms(run: ProgramRun) -> ComparisonResult:
                 squares = {r: v.square() for r, v in values.items()}
                 wrong = run.wrong_tensor("square", rank, squares, step.norm.double().square())
                 numbers = (f"{float(step.norm):.10g}", f"{float(value):.10g}")
-                cause = _of_root(cause_of(wrong), float(value) / float(step.norm))
+                cause = _of_own_rows(run, number, rank, value) or _of_root(cause_of(wrong), float(value / step.norm))
                 found.append(Difference("gradient_norm_differs", "norm", rank, number, verdict, gap, *numbers, cause))
         if found:
             break
     return ComparisonResult("gradient norm", count, tuple(found), worst)
+
+
+def _of_own_rows(run: ProgramRun, number: int, rank: int, norm: Tensor) -> Cause | None:
+    """Return why a norm is that of the gradients of the rank's data part alone; None where it is not."""
+    index, parts = data_part(run.program, run.at[rank])
+    own = run.part_gradients(number, index).double() if parts > 1 else None
+    if own is None or not run.tolerance.judge(("norm", number, ""), difference(norm, _norm(own)).relative).passes:
+        return None
+    axes = ",".join(axis for axis in run.program.data_axes if run.sizes[axis] > 1)
+    text = f"it is the norm of the rank's own gradients: it is taken before they are averaged over {axes}"
+    return Cause("missing_reduction", text, axes)
+
+
+def _norm(gradients: Tensor) -> Tensor:
+    """Return the norm of gradients, of which some are NaN where there are none; NaN where there are none at all."""
+    there = gradients[~gradients.isnan()]
+    return there.norm() if there.numel() else gradients.new_tensor(torch.nan)
 
 
 def _of_root(cause: Cause, factor: float) -> Cause:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import sys
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
 
+from nnscaler.is_user_file import is_users
 from verify.external.ranks.torch_private import rank_attributes
 
 VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
@@ -17,7 +20,8 @@ VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE
 
 @dataclass(frozen=True)
 class RankState:
-    """State of a process as one rank left it: random numbers, default dtype, variables, and tables of torch."""
+    """State of a process as one rank left it: random numbers, default dtype, variables, tables of torch, and what the
+    names of the user's modules are bound to, such as the process groups that a library of his keeps in one."""
 
     torch_random: torch.Tensor
     python_random: tuple[Any, ...]
@@ -25,6 +29,7 @@ class RankState:
     dtype: torch.dtype
     variables: tuple[str | None, ...]
     attributes: tuple[tuple[Any, str, Any, Any], ...]  # owner, name, value, and a copy of what is in it
+    names: tuple[tuple[dict[str, Any], dict[str, Any]], ...]  # of a module, and a copy
 
 
 def environment_of(rank: int, ranks: int) -> tuple[str, ...]:
@@ -32,8 +37,9 @@ def environment_of(rank: int, ranks: int) -> tuple[str, ...]:
     return str(rank), str(rank), "0", str(ranks), str(ranks)
 
 
-def save_state() -> RankState:
-    """Return the state of this process now."""
+def save_state(earlier: RankState | None = None) -> RankState:
+    """Return the state of this process now; of the modules that are in an earlier one, for there are thousands."""
+    spaces = _of_users() if earlier is None else [space for space, _ in earlier.names]
     numpy = sys.modules.get("numpy")
     return RankState(
         torch.get_rng_state(),
@@ -42,6 +48,7 @@ def save_state() -> RankState:
         torch.get_default_dtype(),
         tuple(os.environ.get(name) for name in VARIABLES),
         tuple((owner, name, getattr(owner, name), _content(getattr(owner, name))) for owner, name in rank_attributes()),
+        tuple((space, dict(space)) for space in spaces),
     )
 
 
@@ -65,6 +72,26 @@ def load_state(state: RankState) -> None:
             inside = value if isinstance(value, dict) else vars(value)
             inside.clear()
             inside.update(content)
+
+    for space, names in state.names:
+        if len(space) != len(names) or not all(map(is_, space.values(), names.values())):
+            for name in [name for name in space if name not in names]:
+                del space[name]
+            space.update(names)
+
+
+def empty_caches() -> None:
+    """Empty what functools keeps of the results of functions in the user's modules, as in a process that has begun:
+    that there is no process group, say, which a run of the plain model has asked."""
+    for space in _of_users():
+        for value in list(space.values()):
+            if isinstance(value, functools._lru_cache_wrapper):
+                value.cache_clear()
+
+
+def _of_users() -> list[dict[str, Any]]:
+    modules = list(sys.modules.values())
+    return [vars(module) for module in modules if is_users(getattr(module, "__file__", None))]
 
 
 def _content(value: Any) -> dict[Any, Any] | None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar, cast
 
 from verify.external.ranks.call_sites import place_in_stack
+from verify.external.ranks.globals_of_ranks import empty_caches
 from verify.external.ranks.processes.run_over_gloo import run_over_gloo
 from verify.external.ranks.run_result import FAILURES, RankCall, RankRun, RanksFailed
 from verify.external.ranks.threads.simulator import run_simulated
@@ -79,6 +80,7 @@ def run_in_child(run: Callable[[Note], RankRun[T]], timeout: float) -> RankRun[T
     """
 
     def task(note: Note) -> bytes:
+        empty_caches()
         try:
             return pickle.dumps(run(note))
         except RanksFailed as failure:

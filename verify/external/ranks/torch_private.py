@@ -19,7 +19,7 @@ import torch.distributed.distributed_c10d as c10d
 import torch.distributed.nn.functional  # its defaults hold the default group of whoever imports it first: nobody's
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.modules import module as torch_module
 
 BACKEND = "nnscaler_ranks"
@@ -274,4 +274,21 @@ def flat_shards(module: torch.nn.Module) -> dict[int, tuple[tuple[int, ...], ran
         for parameter, shape, cut in zip(flat._params, flat._shapes, flat._shard_param_infos, strict=True):
             places = range(cut.intra_param_start_idx, cut.intra_param_end_idx + 1) if cut.in_shard else range(0)
             found[id(parameter)] = (tuple(shape), places)
+    return found
+
+
+def resting_shards(module: torch.nn.Module) -> dict[int, Tensor]:
+    """Return, for parameters that FSDP2 gathers for a time, by `id`: the shards in whose place they stand.
+
+    A module has the gathered ones from its forward pass, or `unshard()`, until it reshards: after an evaluation, say.
+    Optimizers hold the shards, and these get the gradients.
+    """
+    found: dict[int, Tensor] = {}
+    for state in (part._get_fsdp_state() for part in module.modules() if isinstance(part, FSDPModule)):
+        one: Any = state
+        groups = getattr(one, "_fsdp_param_groups", None)
+        for group in [one._fsdp_param_group] if groups is None else groups:
+            for parameter in [] if group is None else group.fsdp_params:
+                gathered = (getattr(parameter, n, None) for n in ("_unsharded_param", "_sharded_post_forward_param"))
+                found |= {id(tensor): parameter.sharded_param for tensor in gathered if tensor is not None}
     return found

@@ -25,25 +25,26 @@ def replicas(judged: Judged, layout: Layout, records: Sequence[ScriptRecord]) ->
     """Return a number for each rank, equal for those that work together, where some take in the same data, compute the
     same loss, and average their gradients or should: a reduction that is missing does not show. None where none do.
 
-    These are the ranks of DDP or FSDP; without either, those that hold the same elements of everything.
+    These are the ranks of DDP or FSDP; without either, those that hold the same elements of everything, as far as the
+    script was compared.
     """
-    if judged.attempt is None or len(layout.parts) == 1:
+    if len(layout.parts) == 1:
         return None
-    run = judged.attempt.run
     losses: dict[int, Tensor] = {}
-    for part, record in zip(layout.parts, run.records, strict=True):
-        loss = record.steps[0].loss
+    for part, record in zip(layout.parts, records, strict=True):
+        own = record.steps[0].losses
+        loss = torch.stack(own).sum() if own else None
         if loss is not None and not close(loss, losses.setdefault(part, loss)):
             return None  # each rank does a part of the work
     wrapped = [record.replica for record in records if record.replica is not None]
     if len(wrapped) == len(records):
         numbers = [number for number, _ in wrapped]
-    elif layout.count > 1:
+    elif layout.count > 1 or judged.attempt is None:
         return None
     else:
         holding = [
             sorted((p.name, p.key) for p in r.pieces if p.trained and p.kind == "parameter" and p.key is not None)
-            for r in run.records
+            for r in judged.attempt.run.records
         ]
         numbers = [holding[:rank].count(own) for rank, own in enumerate(holding)]
     return tuple(numbers) if len(set(zip(layout.parts, numbers, strict=True))) > layout.count else None
@@ -70,6 +71,65 @@ def same_rows(records: Sequence[ScriptRecord], layout: Layout, apart: Sequence[i
     message = f"{ranks} take in the same rows and average their gradients: together they do the work of one"
     cause = "the average is the gradient of each of them, so that more ranks train on no more rows in a step"
     check = Check("other rows on every rank", Verdict.INCONCLUSIVE, 0, detail=f"the same on {ranks}")
+    return check, Finding("same_rows", message, cause=cause, help=_DIVIDE)
+
+
+def rows_of_others(judged: Judged, records: Sequence[ScriptRecord], layout: Layout) -> tuple[Check, Finding] | None:
+    """Return what is open where a data part takes in, at another time, what another one does: not all of the data are
+    divided by rank. None where one rank takes in the same data as all of them together, and for drawn stand-ins.
+
+    A single row that is drawn twice is chance; what every part takes in at every time is not divided at all.
+    """
+    if judged.attempt is None or judged.attempt.way == "own" or layout.count == 1 or all(map(_drawn, records)):
+        return None
+    ranks = [layout.parts.index(part) for part in range(layout.count)]
+    for kind in sorted(set.intersection(*(set(records[rank].events) for rank in ranks)) - {"target"}):
+        taken = [records[rank].events[kind] for rank in ranks]
+        for column in zip(*taken, strict=False):
+            if len({len(event) for event in column}) > 1:
+                return None  # of other tensors in each part
+        places = min(len(event) for events in taken for event in events)
+        for place in range(places):
+            found = _found_twice([[event[place] for event in events] for events in taken])
+            if found is not None:
+                (part, number), (other, earlier) = found
+                return _of_others(records, kind, (ranks[part], number), (ranks[other], earlier))
+    return None
+
+
+_Place = tuple[int, int]  # a data part or rank, and a number of what it takes in
+
+
+def _found_twice(parts: Sequence[Sequence[Tensor]]) -> tuple[_Place, _Place] | None:
+    """Return where a part takes in what another one has, and where that one does: rows that are not the same in all."""
+    if all(all(torch.equal(own, others[0]) for own in others) for others in zip(*parts, strict=False)):
+        return None
+    places = [(part, number) for number in range(max(map(len, parts))) for part in range(len(parts))]
+    seen: list[_Place] = []
+    for part, number in places:
+        own = parts[part][number] if number < len(parts[part]) else None
+        if own is None or own.dim() < 2 or len(own) < 2 or len(own.unique()) < 2:
+            continue
+        for other, earlier in seen:
+            if other != part and torch.equal(parts[other][earlier], own):
+                return (part, number), (other, earlier)
+        seen.append((part, number))
+    return None
+
+
+def _of_others(records: Sequence[ScriptRecord], kind: str, here: _Place, there: _Place) -> tuple[Check, Finding]:
+    def told(at: _Place) -> str:
+        rank, number = at
+        step = sum(one.taken.get(kind, 0) <= number for one in records[rank].steps)
+        return f"rank {rank} in step {step} ({'batch' if kind.startswith('batch') else kind} {number + 1})"
+
+    message = f"ranks take in rows of each other: what comes in on {told(here)} comes in on {told(there)} as well"
+    cause = (
+        "rows are not divided by rank: where each rank goes on from its own place in the data, the next place is that "
+        "of all ranks on; where rows are drawn, each rank draws others"
+    )
+    ranks = f"ranks {min(here[0], there[0])} and {max(here[0], there[0])}"
+    check = Check("other rows on every rank", Verdict.INCONCLUSIVE, 0, detail=f"some are the same on {ranks}")
     return check, Finding("same_rows", message, cause=cause, help=_DIVIDE)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import linecache
 import os
 import runpy
 import sys
@@ -85,6 +86,7 @@ def run_script(start: Start, save: Callable[[ScriptRecord], None], feed: RanksFe
     sys.path.insert(0, str(Path.cwd()) if module else str(Path(words[0]).resolve().parent))
     store = None if start.store is None else FileStore(str(start.store), start.ranks)
     changes = cpu_changes(start.ranks, start.rank, store, watch.tell, watch.groups, start.devices or start.ranks)
+    changes.append((torch.cuda, "is_available", _available_where_asserted(watch.tell)))
     with replaced(changes), watch.open(), _sums_of(start):
         try:
             if module:
@@ -99,6 +101,21 @@ def run_script(start: Start, save: Callable[[ScriptRecord], None], feed: RanksFe
                 raise error.with_traceback(stop.__traceback__) from None
     if not watch.stopped:
         saved(watch.record())
+
+
+def _available_where_asserted(tell: Callable[[str], None]) -> Callable[[], bool]:
+    """Return what says that there is a GPU to a line that asserts it alone: a script that does has no branch for the
+    CPU, on which what it asks of GPUs runs; one that only looks takes its branch for the CPU."""
+    ask = torch.cuda.is_available
+
+    def is_available() -> bool:
+        caller = sys._getframe(1)
+        if linecache.getline(caller.f_code.co_filename, caller.f_lineno).lstrip().startswith("assert "):
+            tell("the script asserts that there is a GPU: it was told that there is one")
+            return True
+        return ask()
+
+    return is_available
 
 
 def _sums_of(start: Start) -> AbstractContextManager[object]:

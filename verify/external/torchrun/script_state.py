@@ -25,7 +25,7 @@ from torch.optim.optimizer import Optimizer
 from nnscaler.runtime.tensor_values import as_real
 from verify.external.observe_rank_run import local_gradient, unread_by
 from verify.external.parameter_mapping import Addresses, StateMap, claimed, clean_name, layout_words, local_value
-from verify.external.ranks.torch_private import flat_shards
+from verify.external.ranks.torch_private import flat_shards, resting_shards
 from verify.external.torchrun.watched_script_record import HeldInScript
 from verify.programs.reference.eager import Kind
 
@@ -200,11 +200,13 @@ def is_outside(name: str) -> bool:
 def _replica(module: nn.Module) -> tuple[int, int] | None:
     if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
         return dist.get_rank(module.process_group), dist.get_world_size(module.process_group)
-    parameter = next(module.parameters(), None) if isinstance(module, FSDPModule) else None
+    first = next(module.parameters(), None) if isinstance(module, FSDPModule) else None
+    parameter = resting_shards(module).get(id(first), first)
     if not isinstance(parameter, DTensor):
         return None
     index, size = 0, 1
-    mesh, at = parameter.device_mesh, parameter.device_mesh.get_coordinate() or []
+    mesh = parameter.device_mesh
+    at: Sequence[int] = mesh.get_coordinate() or ()
     # FSDP2's axes are the outer ones: of copies, and the first one that shards
     for axis, (coordinate, placement) in enumerate(zip(at, parameter.placements, strict=True)):
         index, size = index * mesh.size(axis) + coordinate, size * mesh.size(axis)
@@ -251,13 +253,14 @@ def outermost(module: nn.Module) -> nn.Module:
 
 def tensors_of_module(root: nn.Module, before: str, aside: bool = False) -> Iterator[StateTensor]:
     """Yield each parameter and buffer of a module once, with all names that it has, each after `before`."""
-    shards = flat_shards(root)
+    shards, resting = flat_shards(root), resting_shards(root)
     parameters: Iterable[tuple[str, Tensor]] = root.named_parameters(remove_duplicate=False)
     buffers: Iterable[tuple[str, Tensor]] = root.named_buffers(remove_duplicate=False)
     for named, trains in ((parameters, True), (buffers, False)):
         names: dict[int, list[str]] = {}
         found: dict[int, Tensor] = {}
-        for name, tensor in named:
+        for name, registered in named:
+            tensor = resting.get(id(registered), registered)
             found[id(tensor)] = tensor
             names.setdefault(id(tensor), []).append(before + (clean_name(name) or name))
         for key, tensor in found.items():

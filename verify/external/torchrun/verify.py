@@ -16,7 +16,12 @@ from verify.external.ranks.attention_and_float64_of_torch import exact_throughou
 from verify.external.ranks.run_result import RanksFailed
 from verify.external.torchrun.compare_with_one_rank import SAID, Judged, judge
 from verify.external.torchrun.cuda_on_cpu import WITHOUT_GPU, asks_for_gpu
-from verify.external.torchrun.find_ranks_with_same_rows import counts_for_each_rank, replicas, same_rows
+from verify.external.torchrun.find_ranks_with_same_rows import (
+    counts_for_each_rank,
+    replicas,
+    rows_of_others,
+    same_rows,
+)
 from verify.external.torchrun.match_one_rank import Layout, NoParts, material_of, parts_of, unequal_starts
 from verify.external.torchrun.rerun_with_other_sizes_or_labels import (
     with_larger_gradients,
@@ -116,7 +121,7 @@ def _verify(runner: ScriptRunner, progress: Progress) -> Outcome:
     progress(f"{name} on one rank")
     judged = judge(runner, records, layout, material_of(records, layout.parts))
     apart = replicas(judged, layout, records)
-    if judged.passes and apart is not None:
+    if apart is not None and (judged.passes or judged.attempt is None):
         progress(f"{name}, with other data on every rank")
         again = same_rows(records, layout, apart)
         return _varied(runner, [*notes, *([] if again else [_SAME_ROWS])], used, apart, again)
@@ -131,7 +136,10 @@ def _verify(runner: ScriptRunner, progress: Progress) -> Outcome:
     judged = with_unequal_labels(runner, judged, records, layout)
     judged = without_limits(runner, judged, layout)
     notes += _said(judged, layout, records)
-    return *_outcome(judged), tuple(notes), used
+    checks, found = _outcome(judged)
+    if judged.passes and (others := rows_of_others(judged, records, layout)) is not None:
+        checks, found = (*checks, others[0]), (*found, others[1])
+    return checks, found, tuple(notes), used
 
 
 def _varied(

@@ -16,6 +16,7 @@ from typing import Any, TypeGuard
 import torch
 import torch.distributed.pipelining.schedules as schedules
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
@@ -77,7 +78,7 @@ class ScriptWatch:
         hooks = (register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after))
         with ExitStack() as stack:
             stack.enter_context(replaced(self._changes()))
-            stack.enter_context(exact(dropout=True) if self._double else autocast_on("cpu"))
+            stack.enter_context(exact(dropout=True, recorded=False) if self._double else autocast_on("cpu"))
             stack.enter_context(self._mode)
             try:
                 yield
@@ -260,6 +261,8 @@ class ScriptWatch:
             self.tell(note_on_hooks("the script", hooked))
         if self._feed is not None:
             self._feed.start({one.names[0]: one.tensor for one in new if one.given})
+            for part in (p for p in module.modules() if isinstance(p, FSDPModule)):
+                part.reshard()  # what it has gathered by now has the values from before
             self._state.hold(new)
 
     # Backward passes and steps.

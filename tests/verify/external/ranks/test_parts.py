@@ -6,11 +6,13 @@ import os
 import pickle
 import random
 import sys
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError
 from nnscaler.runtime.keep_freed_memory import kept_memory
@@ -18,6 +20,7 @@ from verify.external.ranks.call_sites import is_program, place_in_stack, place_o
 from verify.external.ranks.collective_semantics import CollectiveShare, answer, disagreement_of
 from verify.external.ranks.globals_of_ranks import VARIABLES, environment_of, load_state, save_state
 from verify.external.ranks.processes.logged_gloo_group import CallReader, CallWriter, Entry
+from verify.external.ranks.run import run_ranks, run_ranks_isolated
 from verify.external.ranks.run_result import RankCall, RanksFailed
 from verify.external.ranks.threads.exchange import WatchedTensors
 from verify.results.finding_codes import CATALOGUE
@@ -142,6 +145,34 @@ def test_the_state_of_a_process_is_put_back(monkeypatch: pytest.MonkeyPatch) -> 
     assert (os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"]) == ("1", "1", "2")
     assert (torch.rand(1), random.random(), float(np.random.rand())) == first
     assert not sys.modules["torch.nn.modules.module"]._global_forward_hooks  # type: ignore[attr-defined]
+
+
+_mine: list[int] = []
+
+
+def test_names_of_a_users_module_are_bound_for_each_rank() -> None:
+    """A library keeps its groups in a name of its module: on threads of one process they would be the last rank's."""
+
+    def on_rank(rank: int) -> list[int]:
+        globals()["_mine"] = [rank]
+        globals()["_new"] = rank
+        dist.barrier()
+        return [*_mine, globals()["_new"]]
+
+    assert run_ranks(on_rank, 3).results == ([0, 0], [1, 1], [2, 2])
+    assert not _mine and "_new" not in globals()
+
+
+@cache
+def _ranks_that_are_up() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+@pytest.mark.parametrize("executor", ["simulator", "gloo"])
+def test_what_functions_have_cached_before_ranks_start_is_forgotten(executor: str) -> None:
+    assert _ranks_that_are_up() == 1
+    assert run_ranks_isolated(lambda rank: _ranks_that_are_up(), 2, executor).results == (2, 2)
+    assert _ranks_that_are_up.cache_info().currsize == 1
 
 
 # -- places, failures, memory -----------------------------------------------------------------------------------------

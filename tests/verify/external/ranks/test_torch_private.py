@@ -16,7 +16,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.experimental import context_parallel
@@ -269,6 +269,18 @@ def test_flattened_parameters_tell_their_elements(original: bool) -> None:
         [0, 1, 2, 3, 4] if original else []
     )
     assert sum(len(places) for run in runs for _, places, _ in run) == 20
+
+
+def test_what_fsdp_has_gathered_stands_for_its_shards() -> None:
+    def on_rank(rank: int) -> bool:
+        made = fully_shard(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
+        shards = list(made.parameters())
+        made.unshard()
+        gathered = list(made.parameters())
+        resting = private.resting_shards(made)
+        return not set(map(id, shards)) & set(map(id, gathered)) and [resting[id(p)] for p in gathered] == shards
+
+    assert run_ranks(on_rank, 2).results == (True, True)
 
 
 def test_autograd_numbers_its_nodes() -> None:

@@ -34,6 +34,7 @@ TURNS, PART = "in turn", "on each data part by itself"
         pytest.param("fsdp_transformer.py", 2, PART, marks=pytest.mark.long),
         pytest.param("fsdp_transformer.py", 3, PART, marks=pytest.mark.long),
         pytest.param("fsdp_transformer.py --same-rows", 4, PART, marks=pytest.mark.long),
+        pytest.param("fsdp_transformer.py --evaluate", 2, PART, marks=pytest.mark.long),
         ("sent_stages.py", 2, OWN),
         pytest.param("sent_stages.py", 4, OWN, marks=pytest.mark.long),
         ("zero.py", 3, WHOLE),
@@ -136,6 +137,7 @@ def test_equal_rows_that_a_script_draws_are_told_in_a_note() -> None:
 
 def test_what_was_done_for_the_script_is_told() -> None:
     notes = verified("gpt_train.py", 2).notes
+    assert "the script asserts that there is a GPU: it was told that there is one" in notes
     assert "the script asks for nccl: gloo took its place" in notes
     assert any(note.startswith("every data part counts as many labels") for note in notes)
     assert "torch.compile was left out: the eager program was run" in notes

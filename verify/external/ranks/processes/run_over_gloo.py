@@ -33,7 +33,7 @@ from nnscaler.runtime.jobs.job import StatusWriter, create_status_file
 from nnscaler.runtime.jobs.rank_process import die_with_parent, leave_stopping_to_parent
 from nnscaler.runtime.start_autograd import start_autograd
 from verify.external.ranks.call_sites import place_of_error, traceback_of
-from verify.external.ranks.globals_of_ranks import VARIABLES, environment_of
+from verify.external.ranks.globals_of_ranks import VARIABLES, empty_caches, environment_of
 from verify.external.ranks.processes.logged_gloo_group import CallWriter, GlooGroup, ReportedStore, Reporter
 from verify.external.ranks.processes.rank_watchdog import ProcessWatch, RankAnswer
 from verify.external.ranks.run_result import RankRun
@@ -153,6 +153,7 @@ def _live_as_rank(plan: _Plan, rank: int, connection: Connection) -> None:
     os.environ.update(zip(VARIABLES, environment_of(rank, plan.ranks), strict=True))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(plan.port))
     torch.set_num_threads(1)
+    empty_caches()
     reporter = Reporter(CallWriter(plan.folder / f"calls_{rank}"), StatusWriter(plan.folder / "status", rank))
     store = ReportedStore(FileStore(str(plan.folder / "store"), plan.ranks), reporter)
 

@@ -231,7 +231,7 @@ def run_simulated(
 
         threads = [threading.Thread(target=work, args=(r,), name=f"rank {r}", daemon=True) for r in range(ranks)]
         try:
-            turns.start([_state_of(rank, ranks) for rank in range(ranks)])
+            turns.start([replace(before, variables=environment_of(rank, ranks)) for rank in range(ranks)])
             for thread in threads:
                 thread.start()
             _follow(threads, turns, timeout)
@@ -251,12 +251,6 @@ def run_simulated(
     calls = tuple(tuple(calls) for calls in exchange.calls)
     forgotten = all_forgotten(exchange.begun)
     return RankRun(tuple(results[rank] for rank in range(ranks)), calls, sum(unwaited.values()), forgotten)
-
-
-def _state_of(rank: int, ranks: int) -> Any:
-    """Return the state of this process with the variables of a rank."""
-    state = save_state()
-    return replace(state, variables=environment_of(rank, ranks))
 
 
 def _live_as_rank(

@@ -187,7 +187,7 @@ class Turns:
         order = [self.mains[(turn.rank + 1 + step) % count] for step in range(count)]
         following = next((other for other in order if other.can_go_on), None)
         if self.holder is not None and following is not self.holder:
-            self.holder.state = save_state()
+            self.holder.state = save_state(self.holder.state)
         if following is not None and following is not self.holder:
             assert following.state is not None
             load_state(following.state)

@@ -1,6 +1,7 @@
 """DDP with gradient accumulation under `no_sync`, a loader with a sampler, batch norm and a scheduler.
 
 --unsent: every rank goes on with its own statistics; --broken momentum: those of rank 1 take in more of its rows.
+--broken overlap: each rank goes on by its own rows alone, and takes in those of the next one a batch later.
 --sync: batch norms see the rows of all ranks; --broken pairs: of two ranks.
 """
 
@@ -48,7 +49,10 @@ def main():
         plain = nn.SyncBatchNorm.convert_sync_batchnorm(plain, pair)
     model = DistributedDataParallel(plain, broadcast_buffers=not args.unsent)
     data = Images()
-    loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data, shuffle=True), num_workers=2)
+    sampler = DistributedSampler(data, shuffle=True)
+    if args.broken == "overlap":
+        sampler = range(4 * dist.get_rank(), len(data))
+    loader = DataLoader(data, batch_size=4, sampler=sampler, num_workers=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)
     loss_fn = nn.CrossEntropyLoss(label_smoothing=0.1)
     for number, batch in enumerate(loader):

@@ -1,5 +1,6 @@
 """FSDP2 in the style of its tutorial: a transformer on the meta device, sharded layer by layer, then initialised.
 
+--evaluate: looks at other rows before each step, which leaves the root's parameters gathered.
 --broken: "norm" leaves the final norm and head unsharded and unreduced.
 """
 
@@ -73,6 +74,9 @@ def main(args):
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     for _ in range(10):
         x = torch.randint(0, 40, (4, 8), device=device)
+        if args.evaluate:
+            with torch.no_grad():
+                model(torch.zeros(1, 8, dtype=torch.long, device=device))
         loss = model(x).sum()
         loss.backward()
         if args.broken != "norm":
@@ -85,5 +89,6 @@ def main(args):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--same-rows", action="store_true")
+    parser.add_argument("--evaluate", action="store_true")
     parser.add_argument("--broken", default="")
     main(parser.parse_args())

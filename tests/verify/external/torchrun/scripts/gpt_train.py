@@ -62,6 +62,7 @@ class GPT(nn.Module):
 
 ddp = int(os.environ.get("RANK", "-1")) != -1
 if ddp:
+    assert torch.cuda.is_available(), "distributed training needs CUDA"
     init_process_group(backend=backend)
     ddp_rank, ddp_world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     master_process, seed_offset = ddp_rank == 0, ddp_rank
