@@ -150,12 +150,13 @@ def program_of(row: Row, size: Size, ranks: int, device: torch.device) -> nnscal
 
 
 def planned(model: GPT, batch: dict[str, Tensor], ranks: int, micro_batches: int) -> Plan:
-    """Return the pipeline that the planner finds within the memory of 1F1B."""
+    """Return the pipeline that the planner finds within the memory of 1F1B with whole layers, as torch's are."""
     graph = trace(model, batch).graph
     wanted = AutoPlan(constraints=sizes(pp=ranks), profile=PROFILE)
     known, decided = signatures(graph), Decided(micro_batches, schedule="1f1b")
     plain = search_plan(graph, known, ranks, wanted, decided)
-    within = replace(wanted, memory=plain.certificate.memory)
+    layers = [found.memory for found in plain.search.solved if not found.configuration.within_layers]
+    within = replace(wanted, memory=min(layers))
     return search_plan(graph, known, ranks, within, replace(decided, schedule=None)).plan
 
 

@@ -26,6 +26,9 @@ class AxisPlace:
     inner: int = 1
 
 
+SHARED = 0.75  # with a processor each it is nearly 1, and half where two share one
+
+
 @dataclass(frozen=True, slots=True)
 class Overheads:
     """Seconds that a step takes beside operators and collectives, while all ranks run.
@@ -54,6 +57,12 @@ class Overheads:
         if not self.crowding:
             return 1.0
         return self.crowding[max(1, min(ranks, len(self.crowding))) - 1] / self.crowding[-1]
+
+    @property
+    def shared(self) -> bool:
+        """Whether ranks share processors, so that one that waits gives its time to others: half of them take less than
+        `SHARED` of the time alone."""
+        return self.relief(len(self.crowding) // 2) < SHARED
 
     def exposed(self, begun: float, first: float, computed: float) -> float:
         """Return the seconds that collectives add to those of computing, where all but the `first` seconds of them may

@@ -114,7 +114,7 @@ class PlanningCache:
     def cut_within_layers(self) -> PlanningCache | None:
         """Return the same graph with pipelines that are cut within layers; None where that makes none much more even.
         What bounds the whole graph is shared."""
-        if self.blocks or len(self.layers) >= MANY or self.constraint.ends is not None:
+        if self.blocks or len(self.layers) >= MANY or self.constraint.ends is not None or self.cost.overheads.shared:
             return None
         fresh = PlanningCache(self.graph, self.signatures, self.cost, self.constraint, self.optimizer, self.cp, True)
         fresh._least, fresh._fastest, fresh._options = self._least, self._fastest, self._options

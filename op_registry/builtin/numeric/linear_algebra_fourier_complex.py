@@ -24,11 +24,11 @@ from op_registry.call import Call
 from op_registry.spec import AnnotationFunction, AnnotationResult, LinearSets, OperatorSpec, Shards
 
 
-def _batched(*inner: int, columns: bool = False, like: int | None = None) -> AnnotationFunction:
+def _batched(*inner: int, apart: int | None = None, like: int | None = None) -> AnnotationFunction:
     """Tensor i ends with `inner[i]` dims that belong together; the dims before broadcast.
 
-    `like`: the result has the matrices of this tensor. `columns`: the last dim of those is of equations of their own,
-    and free.
+    `like`: the result has the matrices of this tensor. `apart`: the dim of those (-1: columns, -2: rows) that is of
+    equations of their own, and free.
     """
 
     def annotation(call: Call) -> str:
@@ -41,8 +41,8 @@ def _batched(*inner: int, columns: bool = False, like: int | None = None) -> Ann
         for number, (t, batch) in enumerate(zip(tensors, batches, strict=True)):
             rest = [f"x{number}{i}^" for i in range(t.ndim - len(batch))]
             inputs.append([*aligned(batch, target, names), *rest])
-        if columns and like is not None:
-            inputs[like][-1] = "n"
+        if apart is not None and like is not None:
+            inputs[like][apart] = "n"
         inside = None if like is None else inputs[like][-counts[like] :]
         outputs: list[Dims | str] = [
             "?" if o is None else _result(names, o.shape) if inside is None else [*names, *inside] for o in call.outputs
@@ -63,14 +63,14 @@ def _solve(call: Call) -> AnnotationResult:
     """`linalg_solve(a, b)`: b is a batch of vectors where it has one dim less than a, of the same sizes."""
     a, b = tensor(call, 0, "A"), tensor(call, 1, "B")
     if not call.get(2, "left", True):
-        return _batched(2, 2, like=1)(call)
+        return _batched(2, 2, apart=-2, like=1)(call)
     if b.ndim == 1 or a.shape[:-1] == b.shape:
         return _batched(2, 1, like=1)(call)
-    return _batched(2, 2, columns=True, like=1)(call)
+    return _batched(2, 2, apart=-1, like=1)(call)
 
 
 def _triangular(call: Call) -> AnnotationResult:
-    return _batched(2, 2, columns=bool(call.kwargs.get("left", True)), like=1)(call)
+    return _batched(2, 2, apart=-1 if call.kwargs.get("left", True) else -2, like=1)(call)
 
 
 def _vander(call: Call) -> str:

@@ -8,6 +8,8 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import element_bytes
 from nnscaler.planning.cluster.description import load_cluster
 from nnscaler.planning.constraints import all_of, sizes
+from nnscaler.planning.cost.analytic import AnalyticCost
+from nnscaler.planning.cost.model_protocol import Overheads
 from nnscaler.planning.parallel_configurations import Configuration
 from nnscaler.planning.planner.branch_and_bound import search
 from nnscaler.planning.planner.build_certified_plan import plan_of
@@ -23,6 +25,14 @@ from tests.nnscaler.planning.planner.planned import graph_of, subject_of
 from tests.nnscaler.planning.planner.test_programs import programmed
 
 PLENTY = 1e12
+
+
+class SharedCores(AnalyticCost):
+    """Four ranks on two cores: what two of them do alone takes half as long."""
+
+    @property
+    def overheads(self) -> Overheads:
+        return Overheads(crowding=(1.0, 1.1, 1.7, 2.3))
 
 
 @pytest.mark.parametrize(
@@ -89,6 +99,7 @@ def test_few_layers_are_cut_within() -> None:
     """Of a GPT's layers with its head the last stage has most to do, and more stages than layers have none."""
     graph, subject = graph_of("gpt"), subject_of("gpt", 2)
     assert subject.cut_within_layers() is not None and subject_of("resnet", 2).cut_within_layers() is None
+    assert subject_of("gpt", 4, priced=SharedCores).cut_within_layers() is None
     asked = all_of([sizes(pp=2), sizes(micro_batches=4), sizes(schedule="1f1b")])
     found = find_plan(graph, subject.signatures, load_cluster("h100x8").scaled(2), constraint=asked)
     whole = search(subject, 2, PLENTY, asked.permits)
