@@ -76,7 +76,6 @@ _ELEMENTWISE: tuple[tuple[str, Function, Function], ...] = (
     ("another branch below eight rows", lambda x: _twice(x) if x.shape[0] < 8 else x * 1.0, _same),
     ("another branch on odd rows", lambda x: _twice(x) if x.shape[0] % 2 else x * 1.0, _same),
     ("another branch on four rows", lambda x: _twice(x) if x.shape[0] == 4 else x * 1.0, _same),
-    ("another branch on three rows", lambda x: _twice(x) if x.shape[0] == 3 else x * 1.0, _same),
     ("doubled on three rows", lambda x: x * (1 + (_rows(x).amax() == 2).to(x.dtype)), _same),
     ("another branch on one row", lambda x: _twice(x) if x.shape[0] == 1 else x * 1.0, _same),
     ("another branch on small tensors", lambda x: _twice(x) if x.numel() < _SMALL else x * 1.0, _same),
