@@ -60,6 +60,8 @@ def test_a_saved_plan_and_a_program_have_their_own(program: Path) -> None:
 def test_the_precision_of_a_program_is_that_of_the_plan_before_an_edit(program: Path) -> None:
     """plan.json is there to be edited and compiled again, and a program does not become another one by that."""
     file = program / "plan.json"
+    file.write_text(json.dumps(json.loads(file.read_text()), indent=4, sort_keys=True))
+    assert not open_program(program).changes  # the same plan in another form
     edited = replace(nnscaler.Plan.from_json(file.read_text()), precision=None, steps=())
     file.write_text(edited.to_json())
     report = verify_plan(Model, BATCH, program=program, level="static")

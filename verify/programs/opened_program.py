@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -176,8 +178,11 @@ def _changed(path: Path, role: RoleRecord) -> str | None:
 def _changed_plan(path: Path, manifest: Manifest) -> str | None:
     """Return a note on a plan.json that says another plan than the program has; None on its own, or on none."""
     file = path / PLAN
-    if not manifest.plan_document or not file.is_file() or file.read_bytes() == manifest.plan_document.encode():
+    if not manifest.plan_document or not file.is_file():
         return None
+    with suppress(ValueError):  # what is no JSON says nothing
+        if json.loads(file.read_bytes()) == json.loads(manifest.plan_document):
+            return None
     return f"{file} was changed after it was written: until the model is compiled again, the plan before counts"
 
 

@@ -60,8 +60,8 @@ class Overheads:
 
     @property
     def shared(self) -> bool:
-        """Whether ranks share processors, so that one that waits gives its time to others: half of them take less than
-        `SHARED` of the time alone."""
+        """Tell whether ranks share processors, so that one that waits gives its time to others: half of them take less
+        than `SHARED` of the time alone."""
         return self.relief(len(self.crowding) // 2) < SHARED
 
     def exposed(self, begun: float, first: float, computed: float) -> float:

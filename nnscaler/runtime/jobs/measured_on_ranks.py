@@ -1,4 +1,4 @@
-"""What ranks run to be measured: collectives, steps that share processors, and the activities of a step."""
+"""Measure on ranks: collectives, steps that share processors, and the activities of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch lacks on a CPU and in float64, put into this process for its life.
+"""Put into this process, for its life, what torch lacks on a CPU and in float64.
 
 Let DTensor divide attention on a CPU, as it divides attention on a GPU.
 
