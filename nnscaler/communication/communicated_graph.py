@@ -11,7 +11,7 @@ from op_registry.call import Call
 from op_registry.registry import default_registry
 
 from nnscaler.ir import gradient_flow
-from nnscaler.ir.gradient_flow import kept_slots
+from nnscaler.ir.gradient_flow import kept_slots, reads_alone
 from nnscaler.ir.graph import Graph, Operation, as_call
 from nnscaler.ir.layout_conversion import ConversionStep
 from nnscaler.ir.placement import Chunk, PartitionedGraph, Placement, Stage
@@ -279,20 +279,20 @@ def with_gradients(graph: Graph, programs: Sequence[StageProgram]) -> tuple[Stag
 
 def kept_inputs(graph: Graph, statement: Compute) -> tuple[Version, ...]:
     """Return the inputs whose values backward reads."""
-    recorded = statement.operation.region.grad_enabled and any(
-        v is not None and graph.tensors[v.tensor].needs_grad for v in statement.outputs
-    )
-    if not recorded:
-        return ()
-    grads = [graph.tensors[v.tensor].needs_grad for v in statement.inputs]
-    slots = kept_slots(statement.operation.operator, _linear_sets(graph, statement), grads)
-    return tuple(statement.inputs[slot] for slot in slots)
+    return tuple(statement.inputs[slot] for slot in _kept_slots(graph, statement))
 
 
 def is_product(graph: Graph, statement: Compute) -> bool:
     """Return whether an operation is linear in each of its operands, so that its backward reads those alone."""
-    linear = {slot for slots in _linear_sets(graph, statement) for slot in slots}
-    return bool(kept_inputs(graph, statement)) and linear.issuperset(range(len(statement.inputs)))
+    return reads_alone(_kept_slots(graph, statement), _linear_sets(graph, statement), len(statement.inputs))
+
+
+def _kept_slots(graph: Graph, statement: Compute) -> tuple[int, ...]:
+    recorded = statement.operation.region.grad_enabled and any(
+        v is not None and graph.tensors[v.tensor].needs_grad for v in statement.outputs
+    )
+    grads = [graph.tensors[v.tensor].needs_grad for v in statement.inputs]
+    return kept_slots(statement.operation.operator, _linear_sets(graph, statement), grads) if recorded else ()
 
 
 def _linear_sets(graph: Graph, statement: Compute) -> Collection[Collection[int]]:

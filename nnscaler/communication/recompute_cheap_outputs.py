@@ -2,9 +2,7 @@
 
 A cut within a layer evens out the work of stages, and leaves more with the first one, which holds most micro-batches.
 A schedule that holds W back, for less idle time, is held to the memory of 1F1B, where cheap outputs reach that.
-What a product reads, and an activation function or a norm has made, can be made again at little cost from what is kept
-anyway: of `x -> gelu -> linear` the input of gelu is kept, and its output need not be. A `recompute` step on both does
-it. The product itself is not run again, since backward reads what goes into it alone.
+What `transform/cheap_outputs.py` calls cheap is computed again there, as far as it takes.
 """
 
 from __future__ import annotations
@@ -12,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeGuard
-
-from op_registry.registry import facts_of
 
 from nnscaler.communication.communicated_graph import (
     CommunicatedGraph,
@@ -35,6 +31,7 @@ from nnscaler.scheduling.registry import schedule_of, with_schedule
 from nnscaler.scheduling.schedule import Schedule
 from nnscaler.scheduling.timeline import peak_of_stage
 from nnscaler.transform.apply import apply_plan
+from nnscaler.transform.cheap_outputs import start_of_cheap
 from nnscaler.transform.plan import Plan, RecomputeStep
 
 _Made = tuple[CommunicatedGraph, Schedule, list[int]]  # the program of a plan, its schedule, bytes by device
@@ -118,13 +115,13 @@ def _chains(communicated: CommunicatedGraph, schedule: Schedule, known: Mapping[
     graph = communicated.partitioned.graph
     for program in communicated.stages:
         at_once = peak_of_stage(schedule, program.stage.index, later=0)
-        whole, readers = kept_bytes(graph, program), _readers(graph, program)
+        whole, read_at = kept_bytes(graph, program), _readers(graph, program)
+        readers = [{at for version in writes(s) for at in read_at[version.variable]} for s in program.forward]
+        operations = [s.operation if _is_free(s) else None for s in program.forward]
         for end, statement in enumerate(program.forward):
             if not _is_free(statement) or not is_product(graph, statement):
                 continue
-            start = end
-            while start and _is_cheap(program.forward[start - 1], known, readers, {*range(start, end + 1)}):
-                start -= 1
+            start = start_of_cheap(operations, readers, end, known)
             tried = [range(i, end + 1) for i in range(start, end)]
             saves = [whole - kept_bytes(graph, _again(program, positions)) for positions in tried]
             if saves and max(saves) > 0:
@@ -139,15 +136,6 @@ def _is_free(statement: Statement) -> TypeGuard[Compute]:
     if not isinstance(statement, Compute):
         return False
     return statement.placement.chunk is None and statement.placement.recompute is None
-
-
-def _is_cheap(
-    statement: Statement, known: Mapping[str, Signature], readers: Mapping[str, set[int]], inside: set[int]
-) -> bool:
-    """Return whether a statement is no product, does not keep what it makes, and only `inside` reads that."""
-    if not _is_free(statement) or facts_of(statement.operation.operator).keeps_result:
-        return False
-    return not known[statement.operation.name].flops and all(readers[v.variable] <= inside for v in writes(statement))
 
 
 def _readers(graph: Graph, program: StageProgram) -> Mapping[str, set[int]]:

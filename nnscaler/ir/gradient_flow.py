@@ -5,11 +5,13 @@ One rule, for what the compiler writes and for a text that is read.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from op_registry.registry import facts_of
 
 from nnscaler.ir.graph import Graph, Operation
+from nnscaler.ir.operation_annotations import Signature
 
 Line = tuple[Collection[str], Collection[str]]  # names that it makes, names that it reads
 
@@ -46,3 +48,53 @@ def kept_slots(operator: str, linear: Collection[Collection[int]], needs_grad: S
         for i in range(len(needs_grad))
         if any(wants and not any(i in s and j in s for s in linear) for j, wants in enumerate(needs_grad))
     )
+
+
+def reads_alone(kept: Collection[int], linear: Collection[Collection[int]], inputs: int) -> bool:
+    """Return whether an operation is linear in each of its inputs, so that its backward reads those alone.
+
+    kept    the inputs that backward reads
+    linear  the operator's linear sets
+    """
+    return bool(kept) and {slot for slots in linear for slot in slots}.issuperset(range(inputs))
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTensor:
+    """An activation, or an input of the model, that an operation keeps.
+
+    slot    the input slot
+    tensor  the name of what is kept, of which the input may be a view
+    """
+
+    slot: int
+    tensor: str
+
+
+def viewed(graph: Graph) -> dict[str, str]:
+    """Return, by tensor that is a view, the tensor whose elements it shows."""
+    base: dict[str, str] = {}
+    for op in graph.operations:
+        if facts_of(op.operator).view:
+            shown = base.get(op.inputs[0], op.inputs[0])
+            base.update((name, shown) for name in op.outputs if name is not None)
+    return base
+
+
+def first_kept(graph: Graph, signatures: Mapping[str, Signature]) -> dict[str, tuple[KeptTensor, ...]]:
+    """Return, by operation, what is kept for it and for no earlier one.
+
+    Several readers of one tensor keep it once.
+    """
+    base, seen = viewed(graph), set[str]()
+    found: dict[str, tuple[KeptTensor, ...]] = {}
+    for op in graph.operations:
+        kept = []
+        grads = [graph.tensors[name].needs_grad for name in op.inputs]
+        for slot in kept_slots(op.operator, signatures[op.name].linear, grads) if records(graph, op) else ():
+            whole = base.get(op.inputs[slot], op.inputs[slot])
+            if graph.tensors[whole].role in ("activation", "input") and whole not in seen:
+                seen.add(whole)
+                kept.append(KeptTensor(slot, whole))
+        found[op.name] = tuple(kept)
+    return found

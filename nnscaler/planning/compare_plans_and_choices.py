@@ -115,7 +115,7 @@ def alternatives(found: Found, op: Operation) -> tuple[Alternative, ...]:
     item = subject.items[op.name]
     number = next(i for i, stage in enumerate(best.stages) if stage.items[0] <= item < stage.items[1])
     live = best.configuration.live(best.configuration.stage_devices[number])
-    again = subject.groups.get(op.name, -1) in best.again
+    again = subject.groups.get(op.name, -1) in best.again.layers
     problem = pose(best.tables, replace(best.weights, live=live, recompute=again))
     index = next(i for i, other in enumerate(subject.graph.operations) if other.name == op.name)
     marginal = min_marginal(problem, index, best.stages[number].price)

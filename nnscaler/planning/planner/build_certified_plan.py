@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+from nnscaler.errors import few
 from nnscaler.ir.graph import Operation
 from nnscaler.ir.placement import Choice, RunInvariant
 from nnscaler.planning.constraints.interlaced import between_ends, of_layers
@@ -25,17 +26,18 @@ SEARCHED = (
     "dp, tp and pp with this product; ep that divides dp and the experts; every legal choice of every operation on "
     "tp; micro-batches that divide the batch; recomputing all layers or none, or, of many equal ones, any; all "
     "parameters whole on dp, or in shards between steps (ZeRO-1), with their gradients (ZeRO-2), or at all times "
-    "(ZeRO-3); cuts between layers (without numbered ones, or with fewer than {many}, at borders of modules too) that "
-    "balance the stages; the schedules {schedules}, where the figures of their steps hold, by the bounds of which they "
-    "are pruned; where a device has several stages, all of them begin in one layout"
+    "(ZeRO-3); cuts between layers (without numbered ones, or with fewer than {many}, at borders of modules too, with "
+    "cheap outputs computed again) that balance the stages; the schedules {schedules}, where the figures of their "
+    "steps hold, by the bounds of which they are pruned; where a device has several stages, all of them begin in one "
+    "layout"
 )
 OF_TOKENS = f"cp beside these, a power of two, where attention has {LONG} rows or more"
 NOT_SEARCHED = (
     "orders that are none of these schedules' (`--schedule search` does, for the stages of a plan); strategies that "
     "are slower in a whole pass and hold no less; cuts within layers of models with {many} or more, or of interlaced "
-    "pipelines; recomputation where stages are cut at borders of modules; splits on the dp axis other than that of the "
-    "batch; stages of unlike meshes; sharding some parameters only, or over some ranks of dp; several versions of one "
-    "tensor, each converted from where it is made; overlap of communication and computation"
+    "pipelines; where stages are cut at borders of modules, recomputation of what is not cheap; splits on the dp axis "
+    "other than that of the batch; stages of unlike meshes; sharding some parameters only, or over some ranks of dp; "
+    "several versions of one tensor, each converted from where it is made; overlap of communication and computation"
 )
 
 
@@ -154,7 +156,11 @@ def plan_of(subject: PlanningCache, found: Evaluated) -> Plan:
             steps = [*experts, *of_layers(on_tp, cut), *shared]
         steps.extend(assign_steps(graph, cut))
         notes = cut.notes
-    steps.extend(RecomputeStep(subject.layers[number].operations) for number in sorted(found.again))
+    steps.extend(RecomputeStep(subject.layers[number].operations) for number in sorted(found.again.layers))
+    steps.extend(RecomputeStep(one.operations) for one in found.again.outputs)
+    if found.again.outputs:
+        names = [name for one in found.again.outputs for name in one.again]
+        notes = (*notes, f"computed again in backward, or a rank would keep too much: {few(names, 6)}")
     steps.extend(
         replace(step, axis=axis) for step in c.parameters.steps if isinstance(step, RestStep) for axis, _ in batch
     )
@@ -192,7 +198,7 @@ def operation_seconds(subject: PlanningCache, found: Evaluated) -> Mapping[str, 
     choices, tables = found.choices, found.tables
     for i, name in enumerate(names):
         columns = tables.columns[i]
-        again = columns.again[choices[i]] if tables.groups[i] in found.again else 0.0
+        again = columns.again[choices[i]] if tables.groups[i] in found.again.layers else 0.0
         total[name] += float(columns.forward[choices[i]] + columns.backward[choices[i]] + again)
     for first, second, table in tables.edges:
         reader = names[second] if second < len(names) else names[first]

@@ -7,22 +7,29 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from nnscaler.planning.constraints.kinds import Constraint
 from nnscaler.planning.cost.collectives import seconds_per_byte
-from nnscaler.planning.cost.model_protocol import CostModel
 from nnscaler.planning.parallel_configurations import Configuration
+from nnscaler.planning.planner.estimate_stages import (
+    Recomputed,
+    StageEstimate,
+    item_numbers,
+    saved_by,
+    send_seconds,
+    stage_of,
+)
 from nnscaler.planning.planner.interlaced_end_costs import ends_of
 from nnscaler.planning.planner.planner_graph import EndsEstimate, PlanningCache
-from nnscaler.planning.sharding.build_problem import Weights, once_at, pose
+from nnscaler.planning.sharding.build_problem import Weights, pose
 from nnscaler.planning.sharding.cost_tables import Tables, when_backward_ends
 from nnscaler.planning.solver.problem import ChoiceProblem, Infeasible, Solution, TooWide, memory_floor, memory_of
 from nnscaler.planning.solver.solve import solve, solve_within
 from nnscaler.planning.solver.sweep_memory_price import bound_at, hull
 from nnscaler.transform.balanced_cuts_at_module_borders import balanced_cuts, cut_limits
+from nnscaler.transform.cheap_outputs import CheapOutputs
 from nnscaler.transform.partition_stages import SLACK
-from nnscaler.transform.plan import CP, DP, EP, PP, TP
+from nnscaler.transform.plan import CP, DP, EP, TP
 
 # Cut a pipeline between layers, as evenly as their times allow and where the constraints leave it.
 
@@ -55,37 +62,6 @@ def cuts_of(
 TRIES = 3  # budgets of memory that are tried
 POINTS = 12  # of the hull of time and memory
 WIDE_SECONDS = 10.0  # of an integer program, where tables would be too wide
-Numbers = NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
-class StageEstimate:
-    """One stage of the pipeline.
-
-    items      the first item of the stage, and the one after its last
-    forward    seconds of one micro-batch
-    backward   seconds of one micro-batch, recomputation included
-    weights    those of them that the second half of a backward, W, takes
-    once       seconds once per step
-    resting    bytes of parameters, gradients and optimizer states
-    kept       bytes of activations of all live micro-batches
-    arriving   bytes of gradients that are whole when a backward ends, above those of activations that are gone then
-    price      seconds of a step that one more byte of memory would save
-    """
-
-    items: tuple[int, int]
-    forward: float
-    backward: float
-    weights: float
-    once: float
-    resting: float
-    kept: float
-    arriving: float = 0.0
-    price: float = 0.0
-
-    @property
-    def memory(self) -> float:
-        return self.resting + self.kept + self.arriving
 
 
 @dataclass(frozen=True)
@@ -96,7 +72,7 @@ class Evaluated:
     bound     seconds of a step that no choices in this configuration go below
     fits      whether its memory is within the limit
     choices   by node of the tables, the number of its strategy
-    again     the layers that are recomputed in backward
+    again     what is recomputed in backward
     tables    the cost tables that the choices refer to
     weights   how the parts of a step count
     stages    one entry per stage
@@ -107,14 +83,16 @@ class Evaluated:
     bound: float
     fits: bool
     choices: tuple[int, ...]
-    again: frozenset[int]
+    again: Recomputed
     tables: Tables
     weights: Weights
     stages: tuple[StageEstimate, ...]
 
     def __str__(self) -> str:
-        some = self.configuration.recompute is None and bool(self.again)
-        return f"{self.configuration}, recompute {len(self.again)} layers" if some else str(self.configuration)
+        some = self.configuration.recompute is None and bool(self.again.layers)
+        layers = f", recompute {len(self.again.layers)} layers" if some else ""
+        outputs = sum(len(one.again) for one in self.again.outputs)
+        return f"{self.configuration}{layers}" + (f", recompute {outputs} cheap outputs" if outputs else "")
 
     @property
     def memory(self) -> float:
@@ -205,7 +183,7 @@ def _with(
 ) -> Evaluated:
     """Evaluate a solution with its stages cut so that they are balanced, and so that they fit into `memory` bytes if
     they can."""
-    again = frozenset(range(len(subject.layers))) if c.recompute else frozenset[int]()
+    again = Recomputed(frozenset(range(len(subject.layers))) if c.recompute else frozenset())
     numbers = item_numbers(subject, tables, weights, solution.choices, again)
     count = len(numbers["forward"])
     crossing = None
@@ -216,11 +194,59 @@ def _with(
     for slack in (SLACK, 0.0) if crossing and c.pp > 1 else (SLACK,):
         cuts = cuts_of(subject.items, times, count_of, subject.constraint, crossing, slack)
         assert cuts is not None, c
-        every.append(evaluated(subject, c, tables, weights, solution.choices, again, (0, *cuts, count)))
+        one = evaluated(subject, c, tables, weights, solution.choices, again, (0, *cuts, count))
+        every.append(_with_cheap_outputs(subject, one, memory))
     found = min(every, key=lambda one: (one.memory > memory, one.seconds))
     prices = (solution.multiplier,) * count_of
     stages = tuple(replace(stage, price=price) for stage, price in zip(found.stages, prices, strict=True))
     return replace(found, bound=solution.bound, stages=stages)
+
+
+def _with_cheap_outputs(subject: PlanningCache, found: Evaluated, memory: float) -> Evaluated:
+    """Let backward compute cheap outputs again, those that save most for their seconds first, until each rank keeps
+    within `memory` bytes, as far as there are any; then none of them that is not needed for that."""
+    some = subject.constraint.permits(replace(found.configuration, recompute=None))
+    left = _free_outputs(found, subject) if some and found.memory > memory else []
+    gains = {one: saved_by(subject, found.tables, found.choices, one)[:2] for one in left}
+    left.sort(key=lambda one: gains[one][1] / max(gains[one][0], 1.0))
+    while found.memory > memory:
+        held = by_device(found.configuration, [stage.memory for stage in found.stages])
+        devices = zip(found.stages, found.configuration.stage_devices, strict=True)
+        over = [stage.items for stage, device in devices if held[device] > memory]
+        best = next((one for one in left if _within_one(subject, one, over)), None)
+        if best is None:
+            return found
+        left.remove(best)
+        found = _recomputing(subject, found, (*found.again.outputs, best))
+    for one in sorted(found.again.outputs, key=lambda one: -gains[one][1]):
+        fewer = _recomputing(subject, found, tuple(other for other in found.again.outputs if other is not one))
+        found = fewer if fewer.memory <= memory else found
+    return found
+
+
+def _recomputing(subject: PlanningCache, found: Evaluated, outputs: tuple[CheapOutputs, ...]) -> Evaluated:
+    """Return the same choices and stages with these cheap outputs computed again."""
+    edges = (*(stage.items[0] for stage in found.stages), found.stages[-1].items[1])
+    again = replace(found.again, outputs=outputs)
+    return evaluated(subject, found.configuration, found.tables, found.weights, found.choices, again, edges)
+
+
+def _free_outputs(found: Evaluated, subject: PlanningCache) -> list[CheapOutputs]:
+    """Return the cheap outputs that no conversion goes from or to."""
+    tables, choices = found.tables, found.choices
+    costly = {tables.names[first] for first, second, table in tables.edges if table[choices[first], choices[second]]}
+    by_name = subject.graph.by_name
+    return [
+        one
+        for one in subject.activations.cheap
+        if costly.isdisjoint({*one.again, *(name for op in one.again for name in by_name[op].outputs)})
+    ]
+
+
+def _within_one(subject: PlanningCache, one: CheapOutputs, stages: Sequence[tuple[int, int]]) -> bool:
+    """Return whether one of the stages (items) has all of the operations."""
+    items = [subject.items[name] for name in one.operations]
+    return any(start <= min(items) and max(items) < end for start, end in stages)
 
 
 def evaluated(
@@ -229,7 +255,7 @@ def evaluated(
     tables: Tables,
     weights: Weights,
     choices: Sequence[int],
-    again: frozenset[int],
+    again: Recomputed,
     edges: Sequence[int],
 ) -> Evaluated:
     """Return time and memory of a step with these choices, with the pipeline cut at these items.
@@ -239,7 +265,7 @@ def evaluated(
     numbers = item_numbers(subject, tables, weights, choices, again)
     devices, ends = c.stage_devices, ends_of(subject, c)
     count = len(devices)
-    stages = tuple(_with_ends(_stage(c, numbers, again, s, edges[s], edges[s + 1]), ends) for s in range(count))
+    stages = tuple(_with_ends(stage_of(c, numbers, again, s, edges[s], edges[s + 1]), ends) for s in range(count))
     sent = [0.0, *(send_seconds(subject.cost, c, float(numbers["sent"][end - 1])) for end in edges[1:-1]), 0.0]
     sent = [time if 0 < s < count and devices[s - 1] != devices[s] else 0.0 for s, time in enumerate(sent)]
     # [stages]: seconds of half of what a stage sends and receives, forward and backward
@@ -256,99 +282,12 @@ def evaluated(
     return Evaluated(c, step, 0.0, True, tuple(choices), again, tables, weights, stages)
 
 
-def beside(subject: PlanningCache, c: Configuration) -> float:
-    """Return the seconds of a step in which all devices of a pipeline run its shared ends."""
-    ends = ends_of(subject, c)
-    return c.micro_batches * ends.seconds + ends.once
-
-
 def _with_ends(stage: StageEstimate, ends: EndsEstimate) -> StageEstimate:
     """Return a stage with the bytes of the shared ends, which each device holds besides."""
     return replace(stage, resting=stage.resting + ends.resting, kept=stage.kept + ends.kept)
 
 
-def item_numbers(
-    subject: PlanningCache, tables: Tables, weights: Weights, choices: Sequence[int], again: frozenset[int]
-) -> Mapping[str, Numbers]:
-    """Add up the tables per item (before the layers, every layer, after them); each entry is [items].
-
-    forward, backward   seconds of one micro-batch
-    weights             those of `backward` that W takes
-    once                seconds once per step
-    resting             bytes at rest
-    kept, outside       bytes that one micro-batch keeps in its layer, and outside of layers
-    gathered            bytes of parameters that are whole while a layer runs again
-    handed              bytes that one micro-batch hands on
-    sent                bytes of one micro-batch that a cut after the item has to send: what it hands on; in a model
-                        without numbered layers, where what skips some items is usual, all that is read after it
-    arriving            bytes of gradients that are whole when a backward ends
-    """
-    count = len(subject.layers) + 2
-    names = ("forward", "backward", "weights", "once", "resting", "kept", "outside", "gathered", "handed", "arriving")
-    total = {name: np.zeros(count) for name in names}
-    items = subject.items_of(tables)
-    for columns, group, choice, item in zip(tables.columns, tables.groups, choices, items, strict=True):
-        total["forward"][item] += columns.forward[choice]
-        total["backward"][item] += columns.backward[choice] + (columns.again[choice] if group in again else 0.0)
-        total["weights"][item] += columns.weights[choice]
-        total["once"][item] += once_at(columns, weights, choice)
-        total["resting"][item] += columns.resting[choice]
-        total["kept" if group >= 0 else "outside"][item] += columns.kept[choice]
-        total["gathered"][item] += columns.gathered[choice]
-        total["handed"][item] += columns.handed[choice]
-        total["arriving"][item] += columns.arriving[choice]
-    for first, second, table in tables.edges:
-        cost = table[choices[first], choices[second]]
-        total["forward"][items[second]] += cost / 2
-        total["backward"][items[second]] += cost / 2
-    if not subject.blocks:
-        return {**total, "sent": total["handed"]}
-    sent = np.zeros(count)
-    for columns, choice, item, last in zip(tables.columns, choices, items, _last_items(subject, tables), strict=True):
-        sent[item:last] += columns.handed[choice]
-    return {**total, "sent": sent}
-
-
-def _last_items(subject: PlanningCache, tables: Tables) -> list[int]:
-    """Return, for every node, the item of the last reader of what it hands on; its own where nothing is sent.
-
-    What is made outside of blocks is made again on every stage.
-    """
-    graph, found, operations = subject.graph, subject.items_of(tables), len(tables.strategies)
-    for node, (name, group) in enumerate(zip(tables.names, tables.groups, strict=True)):
-        outputs = graph.by_name[name].outputs if node < operations else (name,)
-        uses = [subject.items[op.name] for output in outputs if output for op, _ in graph.consumers[output]]
-        found[node] = max(found[node], *uses) if group >= 0 and uses else found[node]
-    return found
-
-
-def _stage(
-    c: Configuration, numbers: Mapping[str, Numbers], again: frozenset[int], number: int, start: int, end: int
-) -> StageEstimate:
-    """Estimate one stage. A recomputed layer keeps only what it hands on; while it runs again, all of it is there once
-    more."""
-    devices = c.stage_devices
-    ends = {len(devices) - 1: c.at_ends[1], 0: c.at_ends[0]}
-    live = c.live(devices[number])  # of its layers; by how often the device runs them
-    passes = ends.get(number, live) if c.chunks > 1 else live
-    remote = number and devices[number - 1] != devices[number]
-    received = float(numbers["sent"][start - 1]) if remote else 0.0
-    kept, handed, outside = numbers["kept"], numbers["handed"], numbers["outside"]
-    computed = [item for item in range(start, end) if item - 1 in again]
-    held = sum(float(handed[item] if item in computed else kept[item]) for item in range(start, end))
-    if not number and 1 in computed:
-        held += float(handed[0])
-    once_more = max((float(kept[item] + numbers["gathered"][item]) for item in computed), default=0.0)
-    forward, backward, weights, once, resting, arriving = (
-        float(numbers[n][start:end].sum()) for n in ("forward", "backward", "weights", "once", "resting", "arriving")
-    )
-    beside = float(outside[start:end].sum()) + received
-    one = held + beside
-    kept_in_all = live * held + passes * beside + once_more
-    arriving = max(0.0, arriving - one)
-    return StageEstimate((start, end), forward, backward, weights, once, resting, kept_in_all, arriving)
-
-
-def send_seconds(cost: CostModel, c: Configuration, size: float) -> float:
-    """Return the seconds in which one micro-batch, or its gradient, goes from a stage to its neighbour."""
-    return cost.collective("send", size, c.places[PP])
+def beside(subject: PlanningCache, c: Configuration) -> float:
+    """Return the seconds of a step in which all devices of a pipeline run its shared ends."""
+    ends = ends_of(subject, c)
+    return c.micro_batches * ends.seconds + ends.once

@@ -122,7 +122,7 @@ class Found:
         none; `stem .. block2` in a model without numbered layers."""
         items = self.best.stages[stage].items
         first, last = max(items[0], 1), min(items[1], len(self.subject.layers) + 1)
-        again = len(self.best.again.intersection(range(first - 1, last - 1)))
+        again = len(self.best.again.layers.intersection(range(first - 1, last - 1)))
         told = f" ({again} recomputed)" if again else ""
         if last <= first:
             return "none"

@@ -26,7 +26,7 @@ from nnscaler.planning.planner.layer_items_and_parameters import (
 )
 from nnscaler.planning.sharding.build_problem import LayerWindow, Weights, pose
 from nnscaler.planning.sharding.cost_tables import TableBuilder, Tables
-from nnscaler.planning.sharding.parameter_and_activation_memory import OPTIMIZER_BYTES, Kept, kept_by, read_back
+from nnscaler.planning.sharding.parameter_and_activation_memory import OPTIMIZER_BYTES, KeptActivations, read_back
 from nnscaler.planning.sharding.settings_and_strategies import Setting, Strategies, axis_options, given_axes
 from nnscaler.planning.sharding.zero_stages import AT_REST_WHOLE, AtRest, ParameterPlacement
 from nnscaler.planning.solver.solve import solve
@@ -117,7 +117,7 @@ class PlanningCache:
         if self.blocks or len(self.layers) >= MANY or self.constraint.ends is not None or self.cost.overheads.shared:
             return None
         fresh = PlanningCache(self.graph, self.signatures, self.cost, self.constraint, self.optimizer, self.cp, True)
-        fresh._least, fresh._fastest, fresh._options = self._least, self._fastest, self._options
+        fresh._fastest, fresh._options = self._fastest, self._options
         fresh.halves = self.halves
         return fresh
 
@@ -163,8 +163,9 @@ class PlanningCache:
         return items_of_operations(self.graph, self.groups, len(self.layers))
 
     @cached_property
-    def kept(self) -> dict[str, tuple[Kept, ...]]:
-        return kept_by(self.graph, self.signatures)
+    def activations(self) -> KeptActivations:
+        """What backward reads; where pipelines are cut within layers, with what of it may be computed again."""
+        return KeptActivations.of(self.graph, self.signatures, bool(self.blocks))
 
     @cached_property
     def halves(self) -> dict[str, float]:
@@ -265,7 +266,7 @@ class PlanningCache:
                 setting,
                 self.cost,
                 strategies,
-                self.kept,
+                self.activations.by_operation,
                 self.groups,
                 pairs,
                 rests,

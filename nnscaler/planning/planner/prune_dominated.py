@@ -96,6 +96,7 @@ def _columns(own: Columns, left: NDArray[np.intp]) -> Columns:
         own.weights[left],
         own.again[left],
         own.gathered[left],
+        own.cheap[left],
     )
 
 

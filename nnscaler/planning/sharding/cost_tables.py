@@ -49,6 +49,7 @@ class Columns:
     weights    seconds of `backward` that its second half, W, takes
     again      seconds of one micro-batch beside these where its layer is recomputed
     gathered   bytes of parameters that are whole while its layer is recomputed
+    cheap      bytes of one micro-batch that are kept beside these, if they are not computed again
     """
 
     forward: Column
@@ -62,6 +63,7 @@ class Columns:
     weights: Column
     again: Column
     gathered: Column
+    cheap: Column
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +100,7 @@ def when_backward_ends(tables: Tables) -> Tables:
 class TableBuilder:
     """Makes the tables of one graph in one setting.
 
-    kept       what `memory.kept_by` found
+    kept       by operation, the slots that are kept for it and for no earlier one
     groups     by operation, the number of its layer
     together   pairs of operations whose choices on the first axis are to be the same
     rests      how parameters rest over dp
@@ -184,7 +186,7 @@ class TableBuilder:
         key = ("free", id(columns))
         if key not in self._columns:
             nothing = np.zeros(len(columns.forward))
-            self._columns[key] = Columns(*(nothing,) * 7, {}, *(nothing,) * 3)
+            self._columns[key] = Columns(*(nothing,) * 7, {}, *(nothing,) * 4)
         return self._columns[key]
 
     def _group_of(self, tensor: LogicalTensor) -> int:
@@ -220,14 +222,14 @@ class TableBuilder:
     ) -> Columns:
         outputs = [None if n is None else self.graph.tensors[n] for n in op.outputs]
         numbers, sums = zip(*(self._row(op, s, inputs, outputs, leaving) for s in strategies), strict=True)
-        summed: dict[str, Column] = {}
-        for name, _ in self.setting.axes[:-1]:
-            summed[name] = np.array([sum(one.get(name, 0.0) for one in found) for found in sums])
-        forward, backward, once, resting, kept, handed, arriving, twice, gathered = np.array(numbers).T.copy()
+        axes = [name for name, _ in self.setting.axes[:-1]]
+        summed = {name: np.array([sum(one.get(name, 0.0) for one in found) for found in sums]) for name in axes}
+        forward, backward, once, resting, kept, handed, arriving, twice, gathered, cheap = np.array(numbers).T.copy()
         summed = {name: column for name, column in summed.items() if column.any()}
-        weights = self.halves.get(op.name, 0.0) * backward
         again = forward - twice  # seconds in which backward gathers parameters in any case
-        return Columns(forward, backward, once, resting, kept, handed, arriving, summed, weights, again, gathered)
+        weights = self.halves.get(op.name, 0.0) * backward
+        made = forward, backward, once, resting, kept, handed, arriving, summed, weights, again
+        return Columns(*made, gathered, cheap)
 
     def _row(
         self,
@@ -255,7 +257,7 @@ class TableBuilder:
         backward += self.conversions.rotated(around, operands, shapes_in, "backward")
         if not any(t.needs_grad for t in made):
             backward = 0.0
-        once = resting = kept = gathered = arriving = twice = 0.0
+        once = resting = kept = gathered = arriving = twice = cheap = 0.0
         read_back = self._kept_slots(op) if self.rests.placement.forward is not None else ()
         sums: list[Mapping[str, float]] = []
         for slot, ((tensor, alone), need) in enumerate(zip(inputs, strategy.needs, strict=True)):
@@ -273,13 +275,14 @@ class TableBuilder:
                 forward += self.conversions.seconds(tensor, fed, need)
                 resting += self._rests(tensor, fed) if tensor.role != "input" and alone else 0.0
         for k in self.kept[op.name]:
-            kept += prod(shapes_in[k.slot]) * k.ratio * element_bytes(operands[k.slot].dtype)
+            size = prod(shapes_in[k.slot]) * k.ratio * element_bytes(operands[k.slot].dtype)
+            kept, cheap = (kept, cheap + size) if k.cheap else (kept + size, cheap)
         handed = sum(
             prod(shape) * element_bytes(t.dtype)
             for t, shape, leaves_layer in zip(outputs, shapes_out, leaving, strict=True)
             if t is not None and shape is not None and leaves_layer
         )
-        return (forward, backward + twice, once, resting, kept, handed, arriving, twice, gathered), sums
+        return (forward, backward + twice, once, resting, kept, handed, arriving, twice, gathered, cheap), sums
 
     def _kept_slots(self, op: Operation) -> tuple[int, ...]:
         """Return the inputs that backward reads."""
@@ -297,8 +300,7 @@ class TableBuilder:
         key = (tensor.role, tensor.shape, tensor.dtype, tensor.needs_grad, id(layouts), leaves, read_back)
         if key not in self._columns:
             summed: dict[str, Column] = {}
-            handed = np.zeros(len(layouts))
-            forward, backward, once, resting, kept, arriving, twice, gathered = np.zeros((8, len(layouts)))
+            forward, backward, once, resting, kept, handed, arriving, twice, gathered = np.zeros((9, len(layouts)))
             if leaves:
                 each = element_bytes(tensor.dtype)
                 handed = np.array([float(prod(self.setting.local(x, tensor.shape)) * each) for x in layouts])
@@ -313,9 +315,8 @@ class TableBuilder:
                 names = {name for one in found for name in one.summed}
                 summed = {name: np.array([one.summed.get(name, 0.0) for one in found]) for name in sorted(names)}
             # only a parameter's gradient takes time here: it goes to where it rests
-            self._columns[key] = Columns(
-                forward, backward, once, resting, kept, handed, arriving, summed, backward, forward - twice, gathered
-            )
+            made = forward, backward, once, resting, kept, handed, arriving, summed, backward, forward - twice
+            self._columns[key] = Columns(*made, gathered, np.zeros(len(layouts)))
         return self._columns[key]
 
     def _meeting(self, tensor: LogicalTensor) -> tuple[Layout, ...]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from op_registry.registry import facts_of
-
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.gradient_flow import kept_slots, records
-from nnscaler.ir.graph import HALF, Graph, element_bytes, gradient_dtype
+from nnscaler.ir.gradient_flow import KeptTensor, first_kept, kept_slots, records
+from nnscaler.ir.graph import HALF, Graph, Operation, element_bytes, gradient_dtype
 from nnscaler.ir.operation_annotations import Signature
+from nnscaler.transform.cheap_outputs import CheapOutputs, cheap_outputs
 
 # Memory of a parameter on one rank, in bytes, with its gradient and optimizer states.
 
@@ -97,10 +96,12 @@ class Kept:
 
     slot    the input slot
     ratio   elements of the tensor that is kept per element of the slot, which may be a view of it
+    cheap   whether it may be computed again instead
     """
 
     slot: int
     ratio: float
+    cheap: bool = False
 
 
 def read_back(graph: Graph, signatures: Mapping[str, Signature]) -> frozenset[str]:
@@ -112,26 +113,25 @@ def read_back(graph: Graph, signatures: Mapping[str, Signature]) -> frozenset[st
     return frozenset(name for name in found if graph.tensors[name].role == "parameter")
 
 
-def kept_by(graph: Graph, signatures: Mapping[str, Signature]) -> dict[str, tuple[Kept, ...]]:
-    """Return, by operation, the slots that are kept for it and for no earlier one.
-
-    Several readers of one tensor keep it once.
+@dataclass(frozen=True)
+class KeptActivations:
     """
-    base: dict[str, str] = {}
-    seen: set[str] = set()
-    found: dict[str, tuple[Kept, ...]] = {}
-    for op in graph.operations:
-        if facts_of(op.operator).view:
-            shown = base.get(op.inputs[0], op.inputs[0])
-            base.update((name, shown) for name in op.outputs if name is not None)
-        kept = []
-        recorded = op.region.grad_enabled and any(n is not None and graph.tensors[n].needs_grad for n in op.outputs)
-        grads = [graph.tensors[name].needs_grad for name in op.inputs]
-        for slot in kept_slots(op.operator, signatures[op.name].linear, grads) if recorded else ():
-            tensor = graph.tensors[op.inputs[slot]]
-            whole = graph.tensors[base.get(tensor.name, tensor.name)]
-            if whole.role in ("activation", "input") and whole.name not in seen:
-                seen.add(whole.name)
-                kept.append(Kept(slot, whole.elements / max(tensor.elements, 1)))
-        found[op.name] = tuple(kept)
-    return found
+    by_operation  the slots that are kept for an operation and for no earlier one
+    cheap         operations that may run again, so that what is `cheap` need not be kept
+    """
+
+    by_operation: Mapping[str, tuple[Kept, ...]]
+    cheap: tuple[CheapOutputs, ...]
+
+    @classmethod
+    def of(cls, graph: Graph, signatures: Mapping[str, Signature], again: bool = False) -> KeptActivations:
+        """Return what is kept for backward. `again`: whether cheap outputs may be computed again."""
+        first = first_kept(graph, signatures)
+        cheap = cheap_outputs(graph, signatures, first) if again else ()
+        made = {name for one in cheap for op in one.again for name in graph.by_name[op].outputs}
+
+        def kept(op: Operation, own: KeptTensor) -> Kept:
+            whole, read = graph.tensors[own.tensor].elements, graph.tensors[op.inputs[own.slot]].elements
+            return Kept(own.slot, whole / max(read, 1), own.tensor in made)
+
+        return cls({op.name: tuple(kept(op, one) for one in first[op.name]) for op in graph.operations}, cheap)

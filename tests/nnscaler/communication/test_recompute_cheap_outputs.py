@@ -14,6 +14,18 @@ from op_registry.builtin.numeric import elementwise
 from op_registry.registry import facts_of
 
 import nnscaler
+from nnscaler.ir.gradient_flow import first_kept
+from nnscaler.ir.operation_annotations import signatures
+from nnscaler.planning.cluster.description import load_cluster
+from nnscaler.planning.constraints import all_of, sizes
+from nnscaler.planning.cost.analytic import AnalyticCost
+from nnscaler.planning.parallel_configurations import Configuration
+from nnscaler.planning.planner.evaluate_configuration import evaluate
+from nnscaler.planning.planner.find_plan import find_plan
+from nnscaler.planning.planner.planner_graph import PlanningCache
+from nnscaler.planning.sharding.parameter_and_activation_memory import MemoryBudget
+from nnscaler.tracing import trace
+from nnscaler.transform.cheap_outputs import cheap_outputs
 from nnscaler.transform.plan import RecomputeStep
 from verify import verify_plan
 
@@ -119,3 +131,18 @@ def test_facts_of_operators_that_keep_their_result_are_torchs() -> None:
     for name in ("softmax", "log_softmax"):
         node = getattr(torch.ops.aten, name).int(torch.rand(3, requires_grad=True), 0).grad_fn
         assert hasattr(node, "_saved_result") and facts_of(f"aten.{name}.int").keeps_result
+
+
+def test_the_planner_lets_them_run_again_in_the_memory_of_whole_layers() -> None:
+    graph, cluster = trace(Headed(), batch()).graph, load_cluster("ethernet10g").scaled(2)
+    known, wanted = dict(signatures(graph)), all_of([sizes(pp=2), sizes(micro_batches=4), sizes(schedule="1f1b")])
+    layers = evaluate(PlanningCache(graph, known, AnalyticCost(cluster)), Configuration(pp=2, micro_batches=4), 1e12)
+    assert layers is not None
+    found = find_plan(graph, known, cluster, memory=MemoryBudget(layers.memory), constraint=wanted)
+    assert found.best.configuration.within_layers and found.best.seconds < layers.seconds
+    assert "cheap outputs" in found.certificate.configuration and "again in backward" in " ".join(found.plan.notes)
+    cheap = {one.operations for one in cheap_outputs(graph, known, first_kept(graph, known))}
+    steps = {step.operations for step in found.plan.steps if isinstance(step, RecomputeStep)}
+    assert steps and steps <= cheap
+    report = verify_plan(Headed, batch(), ranks=2, plan=found.plan, steps=2)
+    assert report.verdict.passes and report.checks, report

@@ -21,7 +21,8 @@ from nnscaler.errors import NnscalerError
 from nnscaler.planning.parallel_configurations import Configuration
 from nnscaler.planning.planner.bounds.pipeline import Layered
 from nnscaler.planning.planner.equal_layer_chain import Chain
-from nnscaler.planning.planner.evaluate_configuration import send_seconds, weights_of
+from nnscaler.planning.planner.estimate_stages import send_seconds
+from nnscaler.planning.planner.evaluate_configuration import weights_of
 from nnscaler.planning.planner.planner_graph import PlanningCache
 from nnscaler.planning.planner.prune_dominated import Numbers
 from nnscaler.planning.sharding.build_problem import pose

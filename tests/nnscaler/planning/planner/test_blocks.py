@@ -13,7 +13,8 @@ from nnscaler.planning.cost.model_protocol import Overheads
 from nnscaler.planning.parallel_configurations import Configuration
 from nnscaler.planning.planner.branch_and_bound import search
 from nnscaler.planning.planner.build_certified_plan import plan_of
-from nnscaler.planning.planner.evaluate_configuration import Evaluated, evaluate, item_numbers
+from nnscaler.planning.planner.estimate_stages import Recomputed, item_numbers
+from nnscaler.planning.planner.evaluate_configuration import Evaluated, evaluate, evaluated
 from nnscaler.planning.planner.find_plan import find_plan
 from nnscaler.planning.planner.planner_graph import PlanningCache
 from nnscaler.planning.sharding.parameter_and_activation_memory import MemoryBudget
@@ -56,13 +57,43 @@ def test_pipelines_cost_about_what_was_planned(name: str, c: Configuration) -> N
     assert found.seconds >= evaluate(subject_of(name, c.ranks, within_layers=c.within_layers), c, PLENTY).bound  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize(
+    ("c", "share"),
+    [
+        (Configuration(pp=2, micro_batches=4, within_layers=True), 0.85),
+        (Configuration(dp=2, pp=2, micro_batches=2, within_layers=True), 0.9),
+        (Configuration(tp=2, pp=2, micro_batches=2, within_layers=True), 0.8),
+    ],
+    ids=str,
+)
+def test_cheap_outputs_run_again_where_memory_is_short(c: Configuration, share: float) -> None:
+    subject = subject_of("gpt", c.ranks, within_layers=True)
+    plenty = evaluate(subject, c, PLENTY)
+    assert plenty is not None and not plenty.again.outputs
+    found, program, held = programmed("gpt", c, share=share)
+    limit = share * plenty.memory
+    assert found.again.outputs and found.memory <= limit and found.bound <= found.seconds > plenty.seconds
+    assert program.seconds - max(program.beside) == pytest.approx(found.seconds, rel=0.12)
+    for stage, memory in zip(found.stages, held, strict=True):
+        assert memory.activations <= stage.kept * 1.05 and memory.total <= stage.memory * 1.05
+    edges = [stage.items[0] for stage in found.stages] + [found.stages[-1].items[1]]
+    for one in found.again.outputs:
+        fewer = Recomputed(outputs=tuple(other for other in found.again.outputs if other != one))
+        without = evaluated(subject, c, found.tables, found.weights, found.choices, fewer, edges)
+        assert without.memory > limit and without.seconds < found.seconds
+    graph, known, kept = subject.graph, subject.signatures, sizes(recompute=False)
+    forbidden = PlanningCache(graph, known, subject.cost, kept, within_layers=True)
+    none = evaluate(forbidden, c, limit)
+    assert none is None or not none.again.outputs
+
+
 def test_what_skips_stages_is_sent_by_every_cut_that_it_crosses() -> None:
     """The planner counts the bytes that the program's stages really need from earlier ones."""
     subject = subject_of("unet", 3)
     c = Configuration(pp=3, micro_batches=2)
     found = evaluate(subject, c, PLENTY)
     assert found is not None and layers_of(subject.graph) == () and len(subject.blocks) > 32
-    numbers = item_numbers(subject, found.tables, found.weights, found.choices, frozenset())
+    numbers = item_numbers(subject, found.tables, found.weights, found.choices, Recomputed())
     placed = apply_plan(subject.graph, dict(subject.signatures), plan_of(subject, found))
     graph = subject.graph
     for stage, estimate in enumerate(found.stages[:-1]):

@@ -35,11 +35,14 @@ class CostlyMoves(AnalyticCost):
 
 
 def programmed(
-    name: str, c: Configuration, priced: type[AnalyticCost] = AnalyticCost
+    name: str, c: Configuration, priced: type[AnalyticCost] = AnalyticCost, share: float = 1.0
 ) -> tuple[Evaluated, Prediction, tuple[StageMemory, ...]]:
-    """The configuration evaluated, the program priced, and the memory of its stages."""
+    """The configuration evaluated, the program priced, and the memory of its stages. `share`: of the memory that it
+    takes where there is plenty."""
     subject = subject_of(name, c.ranks, priced=priced, within_layers=c.within_layers)
     found = evaluate(subject, c, PLENTY)
+    if found is not None and share < 1.0:
+        found = evaluate(subject, c, share * found.memory)
     assert found is not None and found.fits
     plan = plan_of(subject, found)
     known = dict(subject.signatures)

@@ -1,0 +1,163 @@
+"""Estimate the stages of a pipeline: what each takes and keeps, from the tables and the choices made in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nnscaler.planning.cost.model_protocol import CostModel
+from nnscaler.planning.parallel_configurations import Configuration
+from nnscaler.planning.planner.planner_graph import PlanningCache
+from nnscaler.planning.sharding.build_problem import Weights, once_at
+from nnscaler.planning.sharding.cost_tables import Tables
+from nnscaler.transform.cheap_outputs import CheapOutputs
+from nnscaler.transform.plan import PP
+
+Numbers = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class StageEstimate:
+    """One stage of the pipeline.
+
+    items      the first item of the stage, and the one after its last
+    forward    seconds of one micro-batch
+    backward   seconds of one micro-batch, recomputation included
+    weights    those of them that the second half of a backward, W, takes
+    once       seconds once per step
+    resting    bytes of parameters, gradients and optimizer states
+    kept       bytes of activations of all live micro-batches
+    arriving   bytes of gradients that are whole when a backward ends, above those of activations that are gone then
+    price      seconds of a step that one more byte of memory would save
+    """
+
+    items: tuple[int, int]
+    forward: float
+    backward: float
+    weights: float
+    once: float
+    resting: float
+    kept: float
+    arriving: float = 0.0
+    price: float = 0.0
+
+    @property
+    def memory(self) -> float:
+        return self.resting + self.kept + self.arriving
+
+
+@dataclass(frozen=True, slots=True)
+class Recomputed:
+    """What backward computes again.
+
+    layers   their numbers
+    outputs  cheap ones, where stages are cut at borders of modules
+    """
+
+    layers: frozenset[int] = frozenset()
+    outputs: tuple[CheapOutputs, ...] = ()
+
+
+def item_numbers(
+    subject: PlanningCache, tables: Tables, weights: Weights, choices: Sequence[int], again: Recomputed
+) -> Mapping[str, Numbers]:
+    """Add up the tables per item (before the layers, every layer, after them); each entry is [items].
+
+    forward, backward   seconds of one micro-batch
+    weights             those of `backward` that W takes
+    once                seconds once per step
+    resting             bytes at rest
+    kept, outside       bytes that one micro-batch keeps in its layer, and outside of layers
+    gathered            bytes of parameters that are whole while a layer runs again
+    handed              bytes that one micro-batch hands on
+    sent                bytes of one micro-batch that a cut after the item has to send: what it hands on; in a model
+                        without numbered layers, where what skips some items is usual, all that is read after it
+    arriving            bytes of gradients that are whole when a backward ends
+    """
+    count = len(subject.layers) + 2
+    names = ("forward", "backward", "weights", "once", "resting", "kept", "outside", "gathered", "handed", "arriving")
+    total = {name: np.zeros(count) for name in names}
+    items = subject.items_of(tables)
+    for columns, group, choice, item in zip(tables.columns, tables.groups, choices, items, strict=True):
+        total["forward"][item] += columns.forward[choice]
+        total["backward"][item] += columns.backward[choice] + (columns.again[choice] if group in again.layers else 0.0)
+        total["weights"][item] += columns.weights[choice]
+        total["once"][item] += once_at(columns, weights, choice)
+        total["resting"][item] += columns.resting[choice]
+        total["kept" if group >= 0 else "outside"][item] += columns.kept[choice] + columns.cheap[choice]
+        total["gathered"][item] += columns.gathered[choice]
+        total["handed"][item] += columns.handed[choice]
+        total["arriving"][item] += columns.arriving[choice]
+    for first, second, table in tables.edges:
+        cost = table[choices[first], choices[second]]
+        total["forward"][items[second]] += cost / 2
+        total["backward"][items[second]] += cost / 2
+    if not subject.blocks:
+        return {**total, "sent": total["handed"]}
+    for one in again.outputs:  # while one is there once more, what was kept for what comes after it is gone
+        saved, seconds, item = saved_by(subject, tables, choices, one)
+        total["kept"][item] -= saved
+        total["backward"][item] += seconds
+    sent = np.zeros(count)
+    for columns, choice, item, last in zip(tables.columns, choices, items, _last_items(subject, tables), strict=True):
+        sent[item:last] += columns.handed[choice]
+    return {**total, "sent": sent}
+
+
+def _last_items(subject: PlanningCache, tables: Tables) -> list[int]:
+    """Return, for every node, the item of the last reader of what it hands on; its own where nothing is sent.
+
+    What is made outside of blocks is made again on every stage.
+    """
+    graph, found, operations = subject.graph, subject.items_of(tables), len(tables.strategies)
+    for node, (name, group) in enumerate(zip(tables.names, tables.groups, strict=True)):
+        outputs = graph.by_name[name].outputs if node < operations else (name,)
+        uses = [subject.items[op.name] for output in outputs if output for op, _ in graph.consumers[output]]
+        found[node] = max(found[node], *uses) if group >= 0 and uses else found[node]
+    return found
+
+
+def stage_of(
+    c: Configuration, numbers: Mapping[str, Numbers], again: Recomputed, number: int, start: int, end: int
+) -> StageEstimate:
+    """Estimate one stage. A recomputed layer keeps only what it hands on; while it runs again, all of it is there once
+    more."""
+    devices = c.stage_devices
+    ends = {len(devices) - 1: c.at_ends[1], 0: c.at_ends[0]}
+    live = c.live(devices[number])  # of its layers; by how often the device runs them
+    passes = ends.get(number, live) if c.chunks > 1 else live
+    remote = number and devices[number - 1] != devices[number]
+    received = float(numbers["sent"][start - 1]) if remote else 0.0
+    kept, handed, outside = numbers["kept"], numbers["handed"], numbers["outside"]
+    computed = [item for item in range(start, end) if item - 1 in again.layers]
+    held = sum(float(handed[item] if item in computed else kept[item]) for item in range(start, end))
+    if not number and 1 in computed:
+        held += float(handed[0])
+    once_more = max((float(kept[item] + numbers["gathered"][item]) for item in computed), default=0.0)
+    forward, backward, weights, once, resting, arriving = (
+        float(numbers[n][start:end].sum()) for n in ("forward", "backward", "weights", "once", "resting", "arriving")
+    )
+    beside = float(outside[start:end].sum()) + received
+    one = held + beside
+    kept_in_all = live * held + passes * beside + once_more
+    arriving = max(0.0, arriving - one)
+    return StageEstimate((start, end), forward, backward, weights, once, resting, kept_in_all, arriving)
+
+
+def send_seconds(cost: CostModel, c: Configuration, size: float) -> float:
+    """Return the seconds in which one micro-batch, or its gradient, goes from a stage to its neighbour."""
+    return cost.collective("send", size, c.places[PP])
+
+
+def saved_by(
+    subject: PlanningCache, tables: Tables, choices: Sequence[int], one: CheapOutputs
+) -> tuple[float, float, int]:
+    """Return the bytes of a micro-batch that need not be kept, the seconds for it, and the item of the product."""
+    at = {op.name: node for node, op in enumerate(subject.graph.operations)}  # in tables of the whole graph
+    nodes = [at[name] for name in one.operations]
+    saved = sum(float(tables.columns[node].cheap[choices[node]]) for node in nodes)
+    seconds = sum(float(tables.columns[node].forward[choices[node]]) for node in nodes[:-1])
+    return saved, seconds, subject.items[one.operations[-1]]
