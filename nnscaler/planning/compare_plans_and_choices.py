@@ -122,6 +122,8 @@ def alternatives(found: Found, op: Operation) -> tuple[Alternative, ...]:
     strategies = best.tables.strategies[op.name]
     memory = problem.nodes[index].memory
     assert memory is not None
+    if not any(op.name in one.operations for one in best.again.outputs):
+        memory = memory + live * best.tables.columns[index].cheap
     result = [
         Alternative(
             " ".join(map(str, s.choices)) or "whole",
