@@ -138,15 +138,15 @@ def _(index: int, pieces: list[Tensor], _: int, __: str, ranks: list[int], sizes
 numbered_reads: GraphNumbers[ParameterReads] = GraphNumbers()
 
 
-@torch.library.custom_op("nnscaler::whole_parameter", mutates_args=())
-def _whole_parameter(part: Tensor, at: list[int], ranks: list[int], cut: str, place: str) -> Tensor:
+@torch.library.custom_op("nnscaler::gather_parameter", mutates_args=())
+def _gather_parameter(part: Tensor, at: list[int], ranks: list[int], cut: str, place: str, _again: bool) -> Tensor:
     reads, read = _read(at, ranks, cut, place)
     assert read.parameter.shape == part.shape
     return reads.whole(read)
 
 
-@_whole_parameter.register_fake
-def _(part: Tensor, _: list[int], ranks: list[int], cut: str, __: str) -> Tensor:
+@_gather_parameter.register_fake
+def _(part: Tensor, _: list[int], ranks: list[int], cut: str, __: str, ___: bool) -> Tensor:
     dim = _cut(cut).dim
     size = sum(_cut(cut).shape_at(part.shape, i)[dim] for i in range(len(ranks)))
     return part.new_empty((*part.shape[:dim], size, *part.shape[dim + 1 :]))
@@ -179,31 +179,32 @@ class _Whole(torch.autograd.Function):
     """Reads a parameter as `differentiable_collectives._ParameterRead` does, by operators of the graph."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, *how: Any) -> Tensor:
+    def forward(ctx: Any, part: Tensor, again: bool, *how: Any) -> Tensor:
         ctx.how = how
-        return cast(Tensor, torch.ops.nnscaler.whole_parameter(part, *how))
+        return cast(Tensor, torch.ops.nnscaler.gather_parameter(part, *how, again))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[None, ...]:
         torch.ops.nnscaler.give_gradient(gradients[0], *ctx.how)
-        return (None,) * (1 + len(ctx.how))
+        return (None,) * (2 + len(ctx.how))
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterInGraph:
     """A parameter that a text which torch.compile reads gathers. `number`: of what gathers it; `index`: its own
-    there."""
+    there; `again`: whether backward gathers it once more."""
 
     part: Tensor
     number: int
     index: int
+    again: bool
 
     def whole(self, ranks: Sequence[int], here: int, cut: Sharded) -> Tensor:
         """Return it gathered from `ranks`, of which this is the one of index `here`."""
-        return cast(
-            Tensor, _Whole.apply(self.part, [self.number, self.index, here], list(ranks), repr(cut), place_in_graph())
-        )
+        at = [self.number, self.index, here]
+        whole = _Whole.apply(self.part, self.again, at, list(ranks), repr(cut), place_in_graph())
+        return cast(Tensor, whole)
 
 
-for _operator in (_all_reduce, _all_gather, _reduce_scatter, _all_to_all, _whole_parameter, _give_gradient):
+for _operator in (_all_reduce, _all_gather, _reduce_scatter, _all_to_all, _gather_parameter, _give_gradient):
     _operator.register_effect(EffectType.ORDERED)

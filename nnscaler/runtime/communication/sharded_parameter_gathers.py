@@ -1,8 +1,8 @@
 """Parameters that lie in shards and are gathered where the text reads them (ZeRO-3): begun before, waited for there.
 
 A whole is there as long as the text reads it. Backward, which reads it too, gathers it once more: what autograd saves
-of it is a `WholeView` (of a stage that is compiled, the whole). In a region that is computed again it is gathered with
-the rest of it, and no third time.
+of it is a `WholeView` (graphs of torch.compile have gathers of their own, `gather_again_in_backward`). In a region that
+is computed again it is gathered with the rest of it, and no third time.
 
 The text reads the same parameters in the same order in each pass. The first pass of a kind finds this order; from then
 on the gathers of what comes next are under way while the present one is used. A gradient is summed and scattered while

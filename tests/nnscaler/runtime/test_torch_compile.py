@@ -15,7 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import nnscaler
 from nnscaler.model_file import import_user_file
+from nnscaler.runtime.communication import gather_again_in_backward as gathers
 from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError, Communicator
+from nnscaler.runtime.communication.gather_again_in_backward import gather_again
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.program.load_python import load_role
 from nnscaler.runtime.training.executor import RankExecutor
@@ -115,7 +117,7 @@ def test_compiled_stages_compute_the_same(
         assert stages == ranks, "the stage of each rank is not one graph"
     for (losses, gradients, calls), (known_losses, known, known_calls) in zip(found, plain, strict=True):
         # the same calls in the same order, each said to be made at its line of the text
-        if plan in IN_GRAPHS and "zero=3" not in plan:  # whose parameters a graph keeps, and does not gather again
+        if plan in IN_GRAPHS:
             assert calls == known_calls and len(calls) > 3
         assert losses == known_losses and gradients.keys() == known.keys()
         for key, gradient in gradients.items():
@@ -147,6 +149,42 @@ def test_a_region_that_is_computed_again_reads_a_parameter_twice() -> None:
     assert "recompute(" in program.sources["role_0.py"] and program.sources["role_0.py"].count("self.up_weight") > 1
     plain, found = (trained(program, timings=None, compiled=compiled) for compiled in (False, True))
     assert [one.differences(other) for one, other in zip(found, plain, strict=True)] == [[]] * 4
+
+
+class InHalfPrecision(Small):
+    """Backward reads parameters in another dtype than they are gathered in."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(ids, labels)
+
+
+@pytest.mark.parametrize(
+    ("model", "frozen", "plan"),
+    only(
+        (0,),
+        [
+            (InHalfPrecision, "layers.1", "dp=2,zero=3"),
+            (Small, "layers", "dp=3,zero=3"),
+            (Small, "words", "dp=2,zero=3,pp=2"),
+            (Small, "norms", "dp=2,tp=2,zero=3"),
+        ],
+    ),
+)
+@pytest.mark.usefixtures("options")
+def test_backward_gathers_again_what_is_frozen_too(
+    model: type[Small], frozen: str, plan: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    module = model()
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(not name.startswith(frozen))
+    counts = list[int]()
+    monkeypatch.setattr(gathers, "gather_again", lambda graph: counts.append(gather_again(graph)) or counts[-1])
+    program = nnscaler.parallelize(module, sample(), ranks=prod(map(int, re.findall(r"p=(\d)", plan))), plan=plan)
+    plain, found = (trained(program, timings=None, compiled=compiled) for compiled in (False, True))
+    assert all(one.differences(other) == [] for one, other in zip(found, plain, strict=True))
+    assert sum(counts) >= 4, "what backward reads is kept"
 
 
 @pytest.mark.long  # to make kernels takes half a minute

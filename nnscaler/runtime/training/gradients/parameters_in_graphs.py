@@ -20,8 +20,9 @@ from torch import Tensor
 from torch._library.effects import EffectType
 
 from nnscaler.runtime.communication.collectives_in_graphs import ParameterInGraph, numbered_reads
+from nnscaler.runtime.communication.gather_again_in_backward import let_backward_gather
 from nnscaler.runtime.communication.sharded_parameter_gathers import ParameterReads
-from nnscaler.runtime.stage_base_class import Stage, codes_of, numbered_stages
+from nnscaler.runtime.stage_base_class import Stage, codes_of, may_gather_again, numbered_stages
 from nnscaler.runtime.torch_compile import GraphNumbers
 from nnscaler.runtime.training.gradients.accumulate_and_reduce import Gradients
 
@@ -71,7 +72,7 @@ def compiled_with_parameters(
     moved = {name: index for name, index in gradients.moved(stage).items() if name not in gathered}
     if stage.staleness is not None or not (moved or (gathered and reads is not None)):
         return make(stage.forward)
-    number = numbered_gradients.of(gradients)
+    number, again = numbered_gradients.of(gradients), reads is not None and may_gather_again(stage)
     made: dict[str, Tensor] = {}  # in the forward that is traced
 
     def hand(name: str) -> Tensor:
@@ -82,7 +83,7 @@ def compiled_with_parameters(
         return property(lambda _: made[name] if name in made else hand(name))
 
     def gathering(name: str, gathers: int, index: int) -> property:
-        return property(lambda _: ParameterInGraph(getattr(stage, name), gathers, index))
+        return property(lambda _: ParameterInGraph(getattr(stage, name), gathers, index, again))
 
     properties = {name: reading(name) for name in moved}
     if reads is not None:
@@ -106,6 +107,8 @@ def compiled_with_parameters(
     def run(**arguments: Any) -> Any:
         vars(inside).update(vars(stage))  # where it is in the step, and its buffers
         try:
+            if again:
+                let_backward_gather()
             return compiled(**arguments)
         finally:
             made.clear()
