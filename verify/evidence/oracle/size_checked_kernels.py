@@ -84,6 +84,13 @@ def raised_on_meta(spec: OperatorSpec, whole: WholeRun, partition: Partition) ->
 # A wrong program may hand them anything, and what they then do is not what a deployment would do.
 
 _ATTENTION = frozenset({"scaled_dot_product_attention", "_scaled_dot_product_flash_attention_for_cpu"})
+_ATTENTION_CALLS = (
+    torch.nn.functional.scaled_dot_product_attention,
+    torch.ops.aten.scaled_dot_product_attention,
+    torch.ops.aten.scaled_dot_product_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+)
 # On CPUs, these read or write past the end of a tensor that is too short; on the meta device they refuse it.
 _REFUSED_BY_META = frozenset(
     {"_weight_norm", "_weight_norm_interface", "native_batch_norm", "_native_batch_norm_legit_no_training"}
@@ -102,6 +109,10 @@ class CheckedKernels(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         named = kwargs or {}
+        if torch.compiler.is_dynamo_compiling():  # which reads no names of operators, and would end its graph here
+            if func in _ATTENTION_CALLS:
+                _check_attention(*args[1:3], **{k: v for k, v in named.items() if k in ("key", "value")})
+            return func(*args, **named)
         name = getattr(func, "__name__", "").partition(".")[0]
         if name in _ATTENTION:
             _check_attention(*args[1:3], **{k: v for k, v in named.items() if k in ("key", "value")})
