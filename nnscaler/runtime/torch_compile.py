@@ -16,12 +16,12 @@ from weakref import WeakValueDictionary
 import torch
 from torch._guards import TracingContext  # the stack of what is traced; torch has no public way to it
 
-from nnscaler.is_user_file import beside
+from nnscaler.is_user_file import OURS, beside
 
 Function = Callable[..., Any]
 T = TypeVar("T")
 
-_NO_PROGRAMS = (beside(__file__), beside(torch.__file__))
+_NO_PROGRAMS = (*OURS, beside(torch.__file__))
 # Of several ranks. What they hold in common must stay equal bit for bit, and kernels that each rank chooses by its own
 # timings sum in orders of their own: none is chosen so. Graphs with effects in an order are kept for the next process:
 # inductor looks for them by all that their nodes are given, and torch only does not say that of this one.

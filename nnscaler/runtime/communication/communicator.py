@@ -113,12 +113,12 @@ class Pending:
         self._finish()
 
 
-_OWN_MODULES = ("nnscaler.runtime.", "torch.", "contextlib", "threading")
+_OWN_MODULES = ("nnscaler.runtime.", "verify.", "torch.", "contextlib", "threading")
 
 
 def program_place() -> str | None:
-    """Return file:line of the innermost frame outside the runtime and torch, and of no graph: the line of the rank
-    program that called."""
+    """Return file:line of the innermost frame outside the runtime, the verification and torch, and of no graph: the
+    line of the rank program that called."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
