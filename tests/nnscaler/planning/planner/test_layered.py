@@ -156,12 +156,12 @@ def test_layers_are_run_again_where_memory_asks_for_it() -> None:
     c, memory = limited(subject, 0.75, pp=4, micro_batches=8)
     found = evaluate_chain(subject, c, memory)
     assert found is not None and found.fits and found.memory <= memory
-    assert 0 < len(found.again) < 12  # some layers
+    assert 0 < len(found.again.layers) < 12  # some layers
     early, late = found.stages[0].items, found.stages[-1].items
-    again = [sum(item - 1 in found.again for item in range(*items)) for items in (early, late)]
+    again = [sum(item - 1 in found.again.layers for item in range(*items)) for items in (early, late)]
     assert again[0] > again[1]  # the first stage keeps most micro-batches
     plan = plan_of(subject, found)
-    assert sum(step.kind == "recompute" for step in plan.steps) == len(found.again)
+    assert sum(step.kind == "recompute" for step in plan.steps) == len(found.again.layers)
     # the program has the stages that were planned
     cut = partition_of(subject, found)
     for number, layer in enumerate(subject.layers):
