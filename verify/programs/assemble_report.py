@@ -12,7 +12,7 @@ from pathlib import Path
 
 from op_registry.spec import SourceLocation
 
-from verify.processes.pool import LASTING
+from verify.child_processes import LASTING
 from verify.programs.checks.input_and_outcome import LOCALISED, CheckOutcome
 from verify.programs.prepare_verification import Prepared
 from verify.programs.proof import Proof

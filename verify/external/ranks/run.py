@@ -8,13 +8,13 @@ import re
 from collections.abc import Callable
 from typing import TypeVar, cast
 
+from verify.child_processes import Died, Done, Note, TimedOut, run_forked
 from verify.external.ranks.call_sites import place_in_stack
 from verify.external.ranks.globals_of_ranks import empty_caches
 from verify.external.ranks.processes.run_over_gloo import run_over_gloo
 from verify.external.ranks.run_result import FAILURES, RankCall, RankRun, RanksFailed
 from verify.external.ranks.threads.simulator import run_simulated
 from verify.external.ranks.torch_private import preload
-from verify.processes.pool import Died, Done, Note, TimedOut, run_forked
 
 __all__ = ["FAILURES", "RankCall", "RankRun", "RanksFailed", "run_ranks", "run_ranks_isolated"]
 
@@ -95,10 +95,9 @@ def run_in_child(run: Callable[[Note], RankRun[T]], timeout: float) -> RankRun[T
         return cast(RankRun[T], found)
     if isinstance(event, Died | TimedOut):
         code = "rank_died" if isinstance(event, Died) else "timed_out"
-        how = event.how if isinstance(event, Died) else f"still running after {event.seconds:.0f} s"
         named = _RANK.match(event.note)
         rank = int(named.group(1)) if named is not None else None
-        message = f"the process of the ranks was {how}" + (f"; {event.note}" if event.note else "")
+        message = f"the process of the ranks was {event.how}" + (f"; {event.note}" if event.note else "")
         by_rank = {} if rank is None else {rank: f"{event.note}\n{event.trace}".rstrip()}
         raise RanksFailed(code, message, rank=rank, place=place_in_stack(event.trace), by_rank=by_rank)
     raise RanksFailed("rank_raises", str(event.error), by_rank={0: event.text})

@@ -1,4 +1,4 @@
-"""Tasks in child processes, so that one that aborts, or hangs, ends alone.
+"""Tasks in child processes, so that one that aborts, or hangs, ends alone: many (`run_forked`), or one (`run_apart`).
 
 Children are forked from this process, with everything that it has imported. Each takes one task at a time; when it
 dies, or is killed because its time is up, a fresh one takes the next. What a task was doing is kept in memory that
@@ -19,14 +19,16 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Generic, TypeVar
 
 import torch
 
+from nnscaler.atomic_writes import machine_error, save_tensors
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.jobs.load_adjusted_clock import FairClock
 from nnscaler.runtime.jobs.rank_process import die_with_parent, leave_stopping_to_parent
@@ -86,6 +88,11 @@ class TimedOut:
     seconds: float
     trace: str = ""
 
+    @property
+    def how(self) -> str:
+        """`still running after 60 s`."""
+        return f"still running after {self.seconds:.0f} s"
+
 
 @dataclass(frozen=True)
 class Raised:
@@ -112,6 +119,13 @@ def why_not_fork() -> str | None:
     if not isinstance(event, Done):
         return "torch's autograd has started threads in this process, and does not survive a fork"
     return None
+
+
+def run_tasks(
+    tasks: Sequence[Task[Result]], workers: int, timeout: float, started: Note | None = None, wall: float = math.inf
+) -> Generator[Event[Result], None, None]:
+    """Yield every task's event as `run_forked` does; where this process cannot fork, as `run_here` does."""
+    yield from run_here(tasks) if why_not_fork() else run_forked(tasks, workers, timeout, started, wall)
 
 
 def run_here(tasks: Sequence[Task[Result]]) -> Iterator[Event[Result]]:
@@ -323,3 +337,39 @@ def _serve(tasks: Sequence[Task[Result]], connection: Connection, memory: mmap.m
 def _portable(error: Exception) -> Exception:
     """Return the error, if it can cross to another process; else one with its words."""
     return error if isinstance(error, NnscalerError) else RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def can_run_apart() -> bool:
+    """Return whether tasks can run in child processes: not where there are GPUs.
+
+    There a backward pass starts threads that do not survive a fork.
+    """
+    return why_not_fork() is None and not torch.cuda.is_available()
+
+
+def run_apart(task: Callable[[], Result], timeout: float) -> Result | Died | TimedOut:
+    """Run `task` in a child process and return its result, which torch must be able to save.
+
+    Runs in this process where no child can be started. Changes that `task` makes to memory are lost. Raises the
+    exceptions of `task`: NnscalerError unchanged, any other as RuntimeError.
+    """
+    if not can_run_apart():
+        return task()
+    with tempfile.TemporaryDirectory(prefix="nnscaler-apart-") as folder:
+        file = Path(folder) / "result.pt"  # a file, for torch sends tensors through memory that ends with the child
+
+        def work(_: Note) -> None:
+            found = task()
+            try:
+                save_tensors(found, file)
+            except Exception as error:
+                raise machine_error(error) or error from error
+
+        (event,) = run_forked([work], 1, timeout)
+        if isinstance(event, Died | TimedOut):
+            return event
+        if isinstance(event, Raised):
+            event.error.add_note(event.text)
+            raise event.error
+        found: Result = torch.load(file, weights_only=False)
+        return found

@@ -15,9 +15,9 @@ import torch
 
 from nnscaler.errors import NnscalerError
 from tests.sampling import every
+from verify import child_processes
+from verify.child_processes import Died, Done, Event, Note, Raised, Task, TimedOut, run_forked, run_here, why_not_fork
 from verify.operators.run.verify_many import verify_op
-from verify.processes import pool
-from verify.processes.pool import Died, Done, Event, Note, Raised, Task, TimedOut, run_forked, run_here, why_not_fork
 
 pytestmark = pytest.mark.skipif(why_not_fork() is not None, reason="no fork")
 
@@ -202,7 +202,7 @@ def test_autograd_that_does_not_survive_a_fork(monkeypatch: pytest.MonkeyPatch) 
     def start() -> None:
         raise RuntimeError("Unable to handle autograd's threading in combination with fork-based multiprocessing")
 
-    monkeypatch.setattr(pool, "start_autograd", start)
+    monkeypatch.setattr(child_processes, "start_autograd", start)
     assert "autograd" in (why_not_fork() or "")
     report = verify_op("aten.relu.default")
     assert report.verdict.passes and any("unprotected" in note and "autograd" in note for note in report.notes)
@@ -213,7 +213,7 @@ def test_autograd_survives_a_fork_after_a_trace() -> None:
     """A build for GPUs counts one as soon as tensors are faked: the engine has to be there before."""
     script = (
         "import torch, nnscaler\n"
-        "from verify.processes.pool import why_not_fork\n"
+        "from verify.child_processes import why_not_fork\n"
         "nnscaler.parallelize(torch.nn.Linear(4, 4), {'input': torch.ones(4, 4)}, ranks=2, plan='dp=2',"
         " loss_fn=lambda output, batch: output.sum())\n"
         "torch.ones(3, requires_grad=True).sum().backward()\n"
@@ -233,7 +233,7 @@ def test_why_not_fork(monkeypatch: pytest.MonkeyPatch) -> None:
 ORPHANS = """
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored where the tests are started
-from verify.processes.pool import run_forked
+from verify.child_processes import run_forked
 
 def hangs(note):
     note("hangs")
