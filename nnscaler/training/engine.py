@@ -35,8 +35,13 @@ from nnscaler.runtime.stage_base_class import INPUT_GRADIENT, RunContext
 from nnscaler.runtime.training.async_pipeline import StreamExecutor
 from nnscaler.runtime.training.cut_batch import DataPart, data_part
 from nnscaler.runtime.training.executor import RankExecutor
-from nnscaler.runtime.training.saving.rank_tensors import StoredTensor, held_by_one, stored_tensors, trained_tensors
-from nnscaler.runtime.training.saving.shards_as_boxes import gathered_state
+from nnscaler.runtime.training.saving.rank_tensors_as_boxes import (
+    StoredTensor,
+    gathered_state,
+    held_by_one,
+    stored_tensors,
+    trained_tensors,
+)
 from nnscaler.tracing.sample_inputs import named_tensors
 from nnscaler.training.check_replicas import check_replicas, check_same_model, check_same_stream
 from nnscaler.training.program_on_rank import (

@@ -1,4 +1,5 @@
-"""Views: the same entries under other dims."""
+"""Views: the same entries under other dims; and tensors made from numbers: constants, and sequences that no rank has a
+part of."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ from types import MappingProxyType
 
 from verify.evidence.dimension_types.rules.call_with_states import Operand, Rule, RuleCall, everywhere, unknown
 from verify.evidence.dimension_types.states import (
+    CONSTANT,
     SAME,
+    ZERO,
     Constant,
     PartialMax,
     Shard,
@@ -228,6 +231,33 @@ def _as_complex(call: RuleCall) -> tuple[State, ...]:
     return moved(call, x, [d if d < ndim else None for d in range(x.ndim)])
 
 
+def _zeros(call: RuleCall) -> tuple[State, ...]:
+    return everywhere(call, ZERO)
+
+
+def _ones(call: RuleCall) -> tuple[State, ...]:
+    return everywhere(call, CONSTANT)
+
+
+def _full(call: RuleCall) -> tuple[State, ...]:
+    value = call.arguments.get("fill_value", call.arguments.get("s"))
+    return everywhere(call, ZERO if value == 0 else CONSTANT)
+
+
+def _equal(call: RuleCall) -> tuple[State, ...]:
+    """Made whole on every rank."""
+    return everywhere(call, SAME)
+
+
+_ZEROS = "zeros new_zeros zeros_like zero".split()
+_ONES = "ones new_ones ones_like".split()
+_FULL = "full new_full full_like scalar_tensor".split()
+_SEQUENCES = """
+    arange.default arange.start arange.start_step eye.default eye.m linspace.default tril_indices.default
+    triu_indices.default
+""".split()
+
+
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
         **{f"aten.{name}.default": _viewed for name in ("view", "_unsafe_view", "reshape", "_reshape_copy")},
@@ -249,6 +279,10 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "aten.repeat_interleave.self_int": _interleaved,
         "aten.view_as_complex.default": _as_complex,
         "aten.view_as_real.default": _as_complex,
+        **{f"aten.{name}.default": _zeros for name in _ZEROS},
+        **{f"aten.{name}.default": _ones for name in _ONES},
+        **{f"aten.{name}.default": _full for name in _FULL},
+        **{f"aten.{name}": _equal for name in _SEQUENCES},
     }
 )
 
@@ -262,5 +296,8 @@ SIZES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "aten.slice.Tensor": ("start", "end"),
         "aten.slice_backward.default": ("input_sizes", "start", "end"),
         "aten.select_backward.default": ("input_sizes",),
+        **{
+            f"aten.{name}.default": ("size",) for name in ("zeros", "new_zeros", "ones", "new_ones", "full", "new_full")
+        },
     }
 )

@@ -1,4 +1,6 @@
-"""The report for people: one line per check, notes, each finding with all that is known, the verdict line.
+"""The report for people, in full or a line per finding (`concise`: for editors, logs and `grep`).
+
+In full: one line per check, notes, each finding with all that is known, the verdict line.
 
 Several reports take a line each; below one that does not pass stand its checks that do not.
 """
@@ -9,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from nnscaler.errors import few
-from verify.report_formats.concise import concise_line
 from verify.report_formats.finding_text import finding_lines
 from verify.report_formats.machine_format_findings import findings_of, problems, reproduce_once
 from verify.results.finding import Finding
@@ -91,3 +92,19 @@ def _levels(reports: Sequence[Report]) -> Iterable[StyledLine]:
     if len(reports) < 2:
         return []
     return [plain(", ".join(f"{number} {level}" for level, number in totals(reports).levels.items()))]
+
+
+def render_concise(reports: Sequence[Report], seconds: float = 0.0) -> list[StyledLine]:
+    """Return a line per finding, then the verdict."""
+    return [*(concise_line(problem.finding) for problem in problems(reports)), last_line(reports, seconds)]
+
+
+def concise_line(finding: Finding) -> StyledLine:
+    """`gpt.py:31: gradient_differs the gradient of ...`."""
+    place = f"{finding.where}: " if finding.where is not None else ""
+    return StyledLine(((place, "faint"), (finding.code, "bad"), (f" {one_line(finding.message)}", "")))
+
+
+def one_line(text: str) -> str:
+    """Return the text with each run of white space, ends of lines among it, as one space."""
+    return " ".join(text.split())
