@@ -26,7 +26,7 @@ from op_registry.torch_schema import SchemaError, infer_schema
 if TYPE_CHECKING:
     import torch
 
-    from op_registry.define_torch_operators import TorchOperators
+    from op_registry.torch_operators_of_user_functions import TorchOperators
 
 Target = TypeVar("Target")
 Gradient = Literal["derivative", "custom"]
@@ -188,7 +188,7 @@ def _source_function(target: Any) -> Any:
 
 
 def _torch_operators(registry: Registry) -> TorchOperators:
-    from op_registry.define_torch_operators import TorchOperators
+    from op_registry.torch_operators_of_user_functions import TorchOperators
 
     if registry.torch_operators is None:
         registry.torch_operators = TorchOperators()

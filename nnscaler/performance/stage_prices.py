@@ -20,8 +20,8 @@ from nnscaler.communication.communicated_graph import (
 from nnscaler.communication.parameter_layouts import RestPhase, gathered_again, moves_of, parameter_gathers, rest_moves
 from nnscaler.communication.zero_bubble_split import StatementHalves, statement_halves
 from nnscaler.communication_buckets import AHEAD_BYTES, BATCHES, SHARED_BYTES, gathered_ahead
+from nnscaler.ir.conversion_table_and_paths import ConversionRow
 from nnscaler.ir.graph import Graph, element_bytes, gradient_dtype
-from nnscaler.ir.layout_conversion import ConversionRow
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Stage
 from nnscaler.ir.ring_rotation_calls import Direction, as_computed, rotations

@@ -35,8 +35,8 @@ from nnscaler.training.pack_and_collate_samples import Collate
 from nnscaler.training.read_settings import compile_request
 from nnscaler.training.recompilation import Vouch
 from nnscaler.training.sample_order_and_loader import Loader, SampleOrder, loader
-from nnscaler.training.settings import Code, HookSettings, OptimizerSettings, ScheduleSettings, TrainSettings
 from nnscaler.training.splittable_optimizers import parameter_groups
+from nnscaler.training.train_settings import Code, HookSettings, OptimizerSettings, ScheduleSettings, TrainSettings
 from nnscaler.transform.plan import Plan
 
 Hook = Callable[[Any], object]  # of the trainer

@@ -28,7 +28,7 @@ from nnscaler.codegen.compiled_program import Program
 from nnscaler.errors import NnscalerError
 from nnscaler.manifest import Manifest
 from nnscaler.runtime.communication.communicator import Communicator
-from nnscaler.runtime.communication.factory import torch_communicator
+from nnscaler.runtime.communication.communicator_of_backend import torch_communicator
 from nnscaler.runtime.communication.join_process_group import ProcessPlace, choose_device, join, torchrun_place
 from nnscaler.runtime.program.program_directory import groups_of, pairs_of
 from nnscaler.runtime.stage_base_class import INPUT_GRADIENT, RunContext
@@ -69,8 +69,8 @@ from nnscaler.training.recompilation import (
 )
 from nnscaler.training.sample_order_and_loader import Loader, SampleOrder, loader
 from nnscaler.training.splittable_optimizers import build_optimizer
-from nnscaler.training.user_loop.module_changes import ModuleWatch
 from nnscaler.training.user_loop.refuse_torch_calls_on_shards import watch
+from nnscaler.training.user_loop.tell_unfollowed_module_changes import ModuleWatch
 
 Batch = Mapping[str, Tensor] | Sequence[Tensor]
 

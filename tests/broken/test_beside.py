@@ -13,7 +13,8 @@ from torch import Tensor
 import verify
 from nnscaler.runtime.training import executor
 from nnscaler.runtime.training.gradients import accumulate_and_reduce as gradients
-from nnscaler.runtime.training.gradients import buckets, clipping
+from nnscaler.runtime.training.gradients import buckets
+from nnscaler.runtime.training.gradients import gradient_norm_and_clipping as clipping
 from nnscaler.runtime.training.saving import checkpoint, rank_tensors_as_boxes
 from tests.broken import models
 from tests.broken.planting import Edit, Original, compile_original

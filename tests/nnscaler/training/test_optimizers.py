@@ -31,7 +31,7 @@ from nnscaler.training.splittable_optimizers import (
     split_of,
     tried_split,
 )
-from nnscaler.transform.zero import assign_owners
+from nnscaler.transform.zero_sharded_parameters import assign_owners
 
 OWN = load_user_module(Path(__file__).parents[2] / "data" / "optimizers.py")
 CLASSES = [c for c in vars(torch.optim).values() if inspect.isclass(c) and issubclass(c, Optimizer)]

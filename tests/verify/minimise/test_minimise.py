@@ -9,9 +9,8 @@ import torch
 
 import nnscaler
 from nnscaler.errors import NnscalerError
-from nnscaler.ir import layout_conversion
+from nnscaler.ir.conversion_table_and_paths import ROWS, ConversionRow
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.layout_conversion import ConversionRow
 from nnscaler.layout import Invariant, Partial, Replicated, Sharded
 from nnscaler.transform.plan import Plan
 from tests.broken import models
@@ -73,8 +72,8 @@ def test_a_wrong_conversion_needs_one_operation(
     target: type,
     function: str,
 ) -> None:
-    row = layout_conversion.ROWS[source, target]
-    monkeypatch.setitem(layout_conversion.ROWS, (source, target), ConversionRow(function, row.forward, row.backward))
+    row = ROWS[source, target]
+    monkeypatch.setitem(ROWS, (source, target), ConversionRow(function, row.forward, row.backward))
     found = minimise(plan, prepared.graph, trial.fails, seconds=120.0)
     assert found is not None
     assert found.finished

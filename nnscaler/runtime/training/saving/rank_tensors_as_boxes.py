@@ -18,7 +18,7 @@ from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.shards import logical_indices
 from nnscaler.runtime.stage_base_class import INPUT_GRADIENT, Buffer, Parameter, Stage
 from nnscaler.runtime.tensor_values import bits_of
-from nnscaler.runtime.training.gradients.clipping import holds_first_copy
+from nnscaler.runtime.training.gradients.gradient_norm_and_clipping import holds_first_copy
 
 
 @dataclass(frozen=True, slots=True)
