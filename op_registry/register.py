@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from linecache import getline
 from pathlib import Path
+from traceback import walk_stack
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -263,12 +264,12 @@ def _caller() -> SourceLocation:
 def _callers() -> tuple[str, ...]:
     """Return the files that are running, the innermost first; what imports them is left out."""
     found: dict[str, None] = {}
-    frame = sys._getframe(1)
-    while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
+    for frame, _ in walk_stack(sys._getframe(1)):
         file = frame.f_code.co_filename
+        if file.startswith("<frozen importlib"):
+            break
         if file != __file__ and file.endswith(".py"):
             found[str(Path(file).absolute())] = None
-        frame = frame.f_back  # type: ignore[assignment]
     return tuple(found)
 
 

@@ -49,8 +49,9 @@ from nnscaler.training.read_settings import idle, ranks_of, settings_of
 from nnscaler.training.recompilation import Vouch
 from nnscaler.training.sample_order_and_loader import Loader, SampleOrder
 from nnscaler.training.saving.checkpoints import Checkpoints
+from nnscaler.training.saving.settings_overridden_by_checkpoint import LoadedSchedule, MadeGroups
 from nnscaler.training.saving.weights import as_user_error, load_weights
-from nnscaler.training.train_settings import LoadedSchedule, MadeGroups, TrainSettings
+from nnscaler.training.train_settings import TrainSettings
 
 Ended = Literal["finished", "stopped", "interrupted", "not finite"]
 

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -119,13 +120,11 @@ _OWN_MODULES = ("nnscaler.runtime.", "torch.", "contextlib", "threading")
 def program_place() -> str | None:
     """Return file:line of the innermost frame outside the runtime and torch, and of no graph: the line of the rank
     program that called."""
-    frame = sys._getframe(1)
-    while frame is not None:
+    for frame, line in walk_stack(sys._getframe(1)):
         name = frame.f_globals.get("__name__", "")
         # a graph of torch.compile is in no module, or in one of torch's
         if name and not name.startswith(_OWN_MODULES) and name not in ("torch", "nnscaler.runtime"):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
+            return f"{frame.f_code.co_filename}:{line}"
     return None
 
 

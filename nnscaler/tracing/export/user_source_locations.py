@@ -9,7 +9,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
-from types import FrameType, TracebackType
+from traceback import walk_stack
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -82,16 +83,14 @@ def model_errors(message: str, *pass_through: type[Exception]) -> Iterator[None]
 
 def location_of_frames() -> SourceLocation | None:
     """Return the user's own line that runs now: the last frame outside installed packages, else outside torch."""
-    frame: FrameType | None = sys._getframe(1)
     best: SourceLocation | None = None
-    while frame is not None:
-        file, line = frame.f_code.co_filename, frame.f_lineno
+    for frame, line in walk_stack(sys._getframe(1)):
+        file = frame.f_code.co_filename
         if not is_library(file):
             here = SourceLocation(file, line, linecache.getline(file, line).strip())
             if not is_installed(file):
                 return here
             best = best or here
-        frame = frame.f_back
     return best
 
 

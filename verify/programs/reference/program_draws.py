@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -242,10 +243,9 @@ def _place(operation: Operation) -> tuple[str, int] | None:
 
 def _user_places() -> tuple[tuple[str, int], ...]:
     """The frames outside of torch, of nnscaler and of this module, the innermost first."""
-    frame, found = sys._getframe(1), []
-    while frame is not None:
+    found = []
+    for frame, line in walk_stack(sys._getframe(1)):
         module = str(frame.f_globals.get("__name__", ""))
         if module != __name__ and module.split(".")[0] not in ("torch", "nnscaler", "contextlib"):
-            found.append((frame.f_code.co_filename, frame.f_lineno))
-        frame = frame.f_back  # type: ignore[assignment]
+            found.append((frame.f_code.co_filename, line))
     return tuple(found)
