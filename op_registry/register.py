@@ -21,7 +21,8 @@ from op_registry.annotation.parser import parse
 from op_registry.annotation.syntax_tree import Annotation
 from op_registry.errors import NnscalerError
 from op_registry.registry import Registry, default_registry, same_place
-from op_registry.spec import AnnotationFunction, OperatorSpec, SchemaParameter, SourceLocation
+from op_registry.source_location import SourceLocation, definition_of
+from op_registry.spec import AnnotationFunction, OperatorSpec, SchemaParameter
 from op_registry.torch_schema import SchemaError, infer_schema
 
 if TYPE_CHECKING:
@@ -275,25 +276,8 @@ def _callers() -> tuple[str, ...]:
 
 def _place_of(target: Any) -> SourceLocation:
     """Return where a function or class is defined: the line of its `def` or `class`."""
-    if isinstance(target, type):
-        try:
-            file, line = inspect.getsourcefile(target), inspect.getsourcelines(target)[1]
-        except (OSError, TypeError):
-            return _caller()
-        return _first_line(file or "", line, "class ")
-    code = inspect.unwrap(target).__code__
-    if code.co_name == "<lambda>":
-        return _location(code.co_filename, code.co_firstlineno)
-    return _first_line(code.co_filename, code.co_firstlineno, "def ")
-
-
-def _first_line(file: str, line: int, keyword: str) -> SourceLocation:
-    """Return the first line at or after `line` (where decorators start) that holds the keyword."""
-    for number in range(line, line + 50):
-        text = getline(file, number).strip()
-        if text.startswith((keyword, f"async {keyword}")):
-            return _location(file, number)
-    return _location(file, line)
+    found = definition_of(target, keyword=True)
+    return _caller() if found is None else _location(found.file, found.line)
 
 
 def _location(file: str, line: int) -> SourceLocation:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from op_registry.registry import facts_of
-from op_registry.spec import SourceLocation
+from op_registry.source_location import SourceLocation
 
 from nnscaler.errors import NnscalerError, few
 from nnscaler.ir.graph import LOSS, Graph

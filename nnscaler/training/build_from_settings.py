@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import linecache
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 from op_registry.registry import default_registry
+from op_registry.source_location import definition_of
 
 from nnscaler.codegen.compiled_program import Program
 from nnscaler.compile import parallelize
@@ -107,15 +107,7 @@ def load_parts(settings: TrainSettings, model: nn.Module | None = None, data: An
     points = {item.name: getattr(settings.hooks, item.name) for item in fields(HookSettings)}
     hooks = {name: tuple(_function(t, name) for t in ts) for name, ts in points.items()}
     collate = _function(settings.data.collate, "collate") if settings.data.collate else None
-    return Parts(build, described, training, validation, collate, hooks, _place(source))
-
-
-def _place(function: Callable[..., Any] | None) -> SourceLocation | None:
-    code = getattr(inspect.unwrap(function), "__code__", None) if function is not None else None
-    if code is None:
-        return None
-    text = linecache.getline(code.co_filename, code.co_firstlineno).strip()
-    return SourceLocation(code.co_filename, code.co_firstlineno, text)
+    return Parts(build, described, training, validation, collate, hooks, definition_of(source))
 
 
 def first_batch(settings: TrainSettings, parts: Parts, model: nn.Module) -> dict[str, Any] | tuple[Any, ...]:

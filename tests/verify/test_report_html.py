@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from op_registry.spec import SourceLocation
+from op_registry.source_location import SourceLocation
 
 from nnscaler.manifest import Bar, CommunicationProfile, CommunicationTotal, StageMemory, TimelineRow, TimelineRows
 from nnscaler.records_as_json import RecordError, decode, encode

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from op_registry.spec import SourceLocation
+from op_registry.source_location import SourceLocation
 
 from verify.child_processes import LASTING
 from verify.programs.checks.input_and_outcome import LOCALISED, CheckOutcome

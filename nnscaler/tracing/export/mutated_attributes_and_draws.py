@@ -4,7 +4,6 @@ those of one step in every step."""
 from __future__ import annotations
 
 import dis
-import linecache
 import pickle
 import random
 import sys
@@ -17,7 +16,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from op_registry.spec import SourceLocation
+from op_registry.source_location import SourceLocation
 
 from nnscaler.errors import NnscalerError
 from nnscaler.tracing.export.reachable_state import Holder, holders
@@ -214,7 +213,7 @@ def _place_of_change(module: nn.Module, name: str) -> SourceLocation | None:
         for found in dis.get_instructions(forward.__code__):
             line = found.positions.lineno if found.positions else None
             if line and found.opname == "STORE_ATTR" and found.argval == attribute:
-                return SourceLocation(file, line, linecache.getline(file, line).strip())
+                return SourceLocation.read(file, line)
     return None
 
 

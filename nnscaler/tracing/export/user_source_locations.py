@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
 import os
 import re
 import sys
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 
-from op_registry.spec import SourceLocation
+from op_registry.source_location import SourceLocation
 
 from nnscaler.error_text import in_one_line
 from nnscaler.errors import NnscalerError
@@ -61,7 +60,7 @@ def location_of_exception(error: BaseException) -> SourceLocation | None:
         file, line = traceback.tb_frame.f_code.co_filename, traceback.tb_lineno
         own = not is_installed(file)
         if not is_library(file) and (own or not best_is_own):
-            best, best_is_own = SourceLocation(file, line, linecache.getline(file, line).strip()), own
+            best, best_is_own = SourceLocation.read(file, line), own
         traceback = traceback.tb_next
     return best
 
@@ -87,7 +86,7 @@ def location_of_frames() -> SourceLocation | None:
     for frame, line in walk_stack(sys._getframe(1)):
         file = frame.f_code.co_filename
         if not is_library(file):
-            here = SourceLocation(file, line, linecache.getline(file, line).strip())
+            here = SourceLocation.read(file, line)
             if not is_installed(file):
                 return here
             best = best or here

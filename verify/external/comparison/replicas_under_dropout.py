@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from op_registry.spec import SourceLocation
+from op_registry.source_location import SourceLocation
 
 from nnscaler.runtime.tensor_values import difference, family_scale
 from nnscaler.tracing.export.module_copies import copied_with_hooks

@@ -9,7 +9,6 @@ value of which nothing is known.
 
 from __future__ import annotations
 
-import linecache
 import sys
 from collections.abc import Hashable, Mapping
 from itertools import dropwhile
@@ -22,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from op_registry.call import map_leaves
-from op_registry.spec import SourceLocation
+from op_registry.source_location import SourceLocation
 
 from nnscaler.is_user_file import beside
 from verify.evidence.dimension_types.trace import written
@@ -233,5 +232,5 @@ def _line_of_user() -> SourceLocation | None:
         if file.startswith(_OWN):
             break
         if not file.startswith((_TORCH, "<")) and "/contextlib.py" not in file:
-            return SourceLocation(file, line, linecache.getline(file, line).strip())
+            return SourceLocation.read(file, line)
     return None

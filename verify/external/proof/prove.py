@@ -14,7 +14,7 @@ from math import prod
 import torch
 
 from op_registry.call import instances_in
-from op_registry.spec import SourceLocation
+from op_registry.source_location import SourceLocation
 
 from nnscaler.layout import Axis
 from nnscaler.runtime.nested_values import tensors_in

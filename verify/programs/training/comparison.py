@@ -12,7 +12,7 @@ from math import inf
 
 from torch import Tensor
 
-from op_registry.spec import SourceLocation
+from op_registry.source_location import SourceLocation
 
 from nnscaler.runtime.tensor_values import FILL, TensorDifference, difference, family_scale
 from verify.programs.checks.input_and_outcome import CheckOutcome, Tally
