@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from op_registry.call import dtype_name
 from op_registry.registry import default_registry
 from op_registry.source_location import definition_of
 
@@ -313,7 +314,7 @@ def told_of_dtypes(program: Program) -> str | None:
     floating = {t.dtype for t in program.state.values() if t.is_floating_point()}
     for name, tensor in program.inputs.items():
         if floating and tensor.is_floating_point() and tensor.dtype not in floating:
-            has, want = (str(dtype).removeprefix("torch.") for dtype in (tensor.dtype, next(iter(floating))))
+            has, want = (dtype_name(dtype) for dtype in (tensor.dtype, next(iter(floating))))
             return f"the rows have {name} as {has}, and the model is {want}: let the dataset return tensors of {want}"
     return None
 

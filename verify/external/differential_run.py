@@ -263,8 +263,9 @@ class ExternalCase:
                 return None
             cause = "a step draws random numbers, which are others on ranks that see other rows"
             help = "draw them in `batch()`, whose rows are divided, or take them out: else a difference says nothing"
-        checks = tuple(replace(c, verdict=Verdict.INCONCLUSIVE, refuted=0) if c.refuted else c for c in checks)
-        return checks, tuple(replace(finding, code="not_compared", cause=cause, help=help) for finding in found)
+        return tuple(check.undecided() for check in checks), tuple(
+            replace(finding, code="not_compared", cause=cause, help=help) for finding in found
+        )
 
     def of_equal_parts(self) -> tuple[Check, Finding] | None:
         """Return what is open where every data part has the gradients of the whole batch, so that an average over the

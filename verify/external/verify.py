@@ -161,12 +161,8 @@ def _float64_alone(run: Run, dtypes: list[str], outcomes: list[Outcome]) -> tupl
     narrow = others[0] if others else run(torch.float32, wide.ran.results)
     if not merge(check.verdict for check in narrow.checks).passes:
         return dtypes, outcomes
-    checks = [
-        replace(check, verdict=Verdict.INCONCLUSIVE, refuted=0) if check.verdict is Verdict.REFUTED else check
-        for check in wide.checks
-    ]
     found = [replace(f, code="float64_alone", message=f"{f.message}, and in float32 it is") for f in wide.findings]
-    undecided = replace(wide, checks=tuple(checks), findings=tuple(found))
+    undecided = replace(wide, checks=tuple(check.undecided() for check in wide.checks), findings=tuple(found))
     if others:
         return dtypes, [undecided, *outcomes[1:]]
     return [*dtypes, "float32"], [undecided, *outcomes[1:], narrow]

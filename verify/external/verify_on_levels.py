@@ -109,7 +109,7 @@ def _beside(report: Report, proof: ExternalProof) -> Report:
         return replace(report, checks=(*report.checks, _check(proof)), notes=notes, seconds=seconds)
     if proof.verdict is not Verdict.REFUTED:
         return replace(report, notes=(*report.notes, f"not proved: {proof.reason}"), seconds=seconds)
-    check = replace(_check(proof), verdict=Verdict.INCONCLUSIVE, refuted=0, detail="it contradicts the run")
+    check = replace(_check(proof).undecided(), detail="it contradicts the run")
     found = tuple(replace(finding, help=finding.help or _CONTRADICTION) for finding in proof.findings)
     return replace(report, checks=(*report.checks, check), findings=(*report.findings, *found), seconds=seconds)
 

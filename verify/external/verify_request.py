@@ -9,7 +9,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from shlex import split
 from typing import TYPE_CHECKING, Any
 
 from nnscaler.atomic_writes import check_temporary, write_text
@@ -23,7 +22,7 @@ from verify.external.request import (
     ExternalRequest,
     check_values,
     make_token,
-    script_file,
+    words_of_script,
 )
 from verify.programs.subject import RunContext
 from verify.results.finding import Finding
@@ -80,19 +79,7 @@ def check_usage(request: ExternalRequest) -> None:
     if request.kind == "file":
         find_target(request.target, EXAMPLE)
     elif request.script is not None:
-        _check_script(request.script)
-
-
-def _check_script(script: str) -> None:
-    help = "--torchrun 'train.py --size 4', or '-m package.module'"
-    try:
-        words = split(script)
-    except ValueError as error:
-        raise NnscalerError("usage", f"the script {script!r} cannot be read: {error}", help=help) from None
-    if not words:
-        raise NnscalerError("usage", "--torchrun names no script", help=help)
-    if words[0] != "-m" and script_file(script) is None:
-        raise NnscalerError("no_such_file", f"there is no script {words[0]!r}", help=help)
+        words_of_script(request.script)
 
 
 def _verify_file(request: ExternalRequest, context: RunContext) -> Report:
@@ -112,12 +99,11 @@ def _verify(program: ExternalProgram, request: ExternalRequest, context: RunCont
 def _verify_script(request: ExternalRequest, context: RunContext) -> Report:
     from verify.external.torchrun.verify import verify_script
 
-    words = split(request.script or "")
     if request.ranks is None:
         context.say(f"{DEFAULT_RANKS} ranks, for --ranks was not given")
     ranks = request.ranks or DEFAULT_RANKS
     return verify_script(
-        words,
+        words_of_script(request.script or ""),
         ranks=ranks,
         steps=request.steps,
         timeout=request.timeout,

@@ -273,7 +273,7 @@ def _judged(
         checks += [replicas.check(Verdict.TESTED_EXACT)] if replicas.count else []
         found += findings(chosen.run, (replicas,))
     if doubt is not None:
-        checks = [replace(c, verdict=Verdict.INCONCLUSIVE, refuted=0) if c.refuted else c for c in checks]
+        checks = [check.undecided() for check in checks]
         found = [replace(f, code="near_threshold", cause=f"{f.cause + '; ' if f.cause else ''}{doubt}") for f in found]
     mixed = next((one for one in reasons if one.way == "own" and one.mismatch == "mixed_rows"), None)
     for check, finding in left_open(chosen.run, unseen, idle, mixed if chosen.agrees else None, unplaced):

@@ -80,10 +80,9 @@ _SAME = 1e-3  # how far a factor may be from a number of data parts, for roundin
 def _of_several_sizes(records: Sequence[ScriptRecord], layout: Layout) -> bool:
     """Return whether data parts took in tensors of other shapes, or other numbers of negative ones: labels that a loss
     ignores."""
-    held = [records[layout.parts.index(part)].events for part in range(layout.count)]
     sizes = [
         [(t.shape, int((t < 0).sum()) if t.dtype == torch.int64 else 0) for k in sorted(own) for e in own[k] for t in e]
-        for own in held
+        for own in layout.events(records)
     ]
     return any(own != sizes[0] for own in sizes)
 

@@ -30,6 +30,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from op_registry.call import dtype_name
+
 from nnscaler.runtime.tensor_values import FILL, as_real, family_scale, is_finite, is_whole
 from nnscaler.tracing.export.module_copies import copied_with_hooks
 from nnscaler.tracing.float64_run import exact
@@ -263,7 +265,7 @@ def draw(subject: NoisyModel, number: int) -> Trajectory:
     settings = replace(subject.truth.settings, loss_scale=subject.loss_scale)
     with ExitStack() as stack:
         if subject.replaced:  # random numbers are `run_reference`'s matter: only dtypes are replaced here
-            name = str(subject.dtype).removeprefix("torch.")
+            name = dtype_name(subject.dtype)
             stack.enter_context(exact(model, dtype=name, dropout=settings.draws is not None))
         if kind == "reassociated":
             stack.enter_context(Reassociated(generator, subject.parts))

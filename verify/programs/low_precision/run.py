@@ -9,6 +9,8 @@ from math import inf
 
 import torch
 
+from op_registry.call import dtype_name
+
 from nnscaler.compile import Progress
 from nnscaler.errors import NnscalerError, SourceLocation
 from nnscaler.ir.graph import Graph, Operation
@@ -171,7 +173,7 @@ class Calibration:
 
     @property
     def dtype(self) -> str:
-        return str(self.subject.dtype).removeprefix("torch.")
+        return dtype_name(self.subject.dtype)
 
     @property
     def precision(self) -> str | None:

@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from op_registry.call import dtype_name
+
 from nnscaler.codegen.compiled_program import Origin, Program
 from nnscaler.compile import for_batch
 from nnscaler.errors import NnscalerError
@@ -325,7 +327,7 @@ def check_dtypes(ranks: Sequence[RankTraining], state: Mapping[str, Tensor]) -> 
             if tensor.dtype == right:
                 tally.add(Verdict.TESTED_EXACT)
                 continue
-            found, wanted = (str(d).removeprefix("torch.") for d in (tensor.dtype, right))
+            found, wanted = (dtype_name(d) for d in (tensor.dtype, right))
             message = f"training: the {what} of `{name}` is {found} on rank {rank.rank}, and the parameter is {wanted}"
             facts = {"tensor": name, "step": "0", "rank": str(rank.rank)}
             tally.refute(Finding("training_dtype_differs", message, None, facts, cause))
