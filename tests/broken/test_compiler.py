@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from op_registry.builtin.tensors import embedding_and_index_hooks
+from op_registry.builtin import embedding_and_index_hooks
 
 import nnscaler
 import verify

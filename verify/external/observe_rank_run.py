@@ -34,7 +34,7 @@ from verify.external.reference import (
 )
 from verify.external.torchrun.cuda_on_cpu import OnCpu
 from verify.external.untrained_copies import without_copies
-from verify.programs.reference.eager import Kind, state_of
+from verify.programs.eager_reference import Kind, state_of
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.precision import FLOATS
 from nnscaler.model_file import find_target
 from verify.programs.request import Level
-from verify.results.packed_json import WordKind
-from verify.results.request_token import RequestToken, RequestWords, Source
+from verify.results.tokens import RequestToken, RequestWords, Source, WordKind
 
 EXECUTORS = ("simulator", "gloo", "both")
 REFERENCES = ("whole", "parts")
@@ -246,10 +245,10 @@ def words_of_script(script: str) -> tuple[str, ...]:
         if len(words) < 2:
             raise NnscalerError("usage", "-m names no module", help=after)
         return tuple(words)
-    if script_file(script) is None:
-        raise NnscalerError("no_such_file", f"there is no script {words[0]!r}", help=help)
     if words[0].startswith("-") or words[0] == "torchrun":
         raise NnscalerError("usage", f"--torchrun begins with {words[0]!r}, which is no script", help=after)
+    if script_file(script) is None:
+        raise NnscalerError("no_such_file", f"there is no script {words[0]!r}", help=help)
     if not Path(words[0]).is_file():
         named = "name the script that torchrun starts"
         raise NnscalerError("no_such_file", f"there is no file {words[0]!r}", help=named)

@@ -26,8 +26,8 @@ from verify.external.request import (
 )
 from verify.programs.subject import RunContext
 from verify.results.finding import Finding
-from verify.results.packed_json import reproduce_line
 from verify.results.report import Check, Report, environment
+from verify.results.tokens import reproduce_line
 from verify.results.verdict import Verdict
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ from nnscaler.layout import Invariant, Partial, Replicated, Sharded
 from nnscaler.transform.plan import Plan
 from tests.broken import models
 from tests.sampling import every
+from verify.programs.eager_reference import logical_state, run_reference
 from verify.programs.execution.record_rank_steps import Task
 from verify.programs.minimise_plan import PlanTrial, minimise, units_of
 from verify.programs.prepare_verification import Prepared, prepare
-from verify.programs.reference.eager import logical_state, run_reference
 from verify.programs.request import PlanRequest
 from verify.programs.subject import PlanSubject
 

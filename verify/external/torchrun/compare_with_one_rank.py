@@ -34,7 +34,7 @@ from verify.external.torchrun.match_one_rank import (
 )
 from verify.external.torchrun.run_ranks_and_reference import Failed, NoReference, NotMatched, ScriptRunner
 from verify.external.torchrun.watched_script_record import Clipped, ScriptRecord
-from verify.programs.low_precision.noise import moved
+from verify.programs.low_precision.noise_statistics import moved
 from verify.results.finding import Finding
 from verify.results.report import Check
 from verify.results.tolerance import AGREES, Key, Tolerance

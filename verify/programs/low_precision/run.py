@@ -16,7 +16,7 @@ from nnscaler.errors import NnscalerError, SourceLocation
 from nnscaler.ir.graph import Graph, Operation
 from verify.programs.checks import replicas
 from verify.programs.checks.input_and_outcome import CheckOutcome, Comparison, Tally
-from verify.programs.low_precision.error_statistics import NAMES
+from verify.programs.eager_reference import Trajectory
 from verify.programs.low_precision.judge_against_noise import (
     FIRST_DRAWS,
     KINDS,
@@ -28,7 +28,8 @@ from verify.programs.low_precision.judge_against_noise import (
     judged,
     measured,
 )
-from verify.programs.low_precision.noise import (
+from verify.programs.low_precision.noise_statistics import (
+    NAMES,
     Noise,
     NoisyModel,
     Target,
@@ -39,7 +40,6 @@ from verify.programs.low_precision.noise import (
     targets_of,
 )
 from verify.programs.prepare_verification import Prepared
-from verify.programs.reference.eager import Trajectory
 from verify.results.finding import Finding
 from verify.results.report import Check
 from verify.results.tolerance import Key

@@ -18,7 +18,7 @@ from nnscaler.runtime.tensor_values import FILL, TensorDifference, difference, f
 from verify.programs.checks.input_and_outcome import CheckOutcome, Tally
 from verify.programs.checks.logical_tensors import JoinedTensor, UnequalElements, join, unequal
 from verify.programs.checks.replicas import copies_differ
-from verify.programs.reference.eager import gradient_value
+from verify.programs.eager_reference import gradient_value
 from verify.programs.training import causes
 from verify.programs.training.eager import EagerRun
 from verify.programs.training.rank_loop import StepRecord

@@ -22,9 +22,9 @@ from nnscaler.tracing.sample_inputs import flatten_inputs
 from nnscaler.training.program_on_rank import check_alike, stages_of_roles
 from nnscaler.training.recompilation import SentProgram, SizeClass, sent
 from verify.programs.checks.input_and_outcome import CheckOutcome, Tally
+from verify.programs.eager_reference import choose_learning_rate, clip_limit, logical_state, not_finite, scale_of
 from verify.programs.execution.run_on_backend import Failure, devices_of, run_job, simulate
 from verify.programs.prepare_verification import Prepared, matched_draws
-from verify.programs.reference.eager import choose_learning_rate, clip_limit, logical_state, not_finite, scale_of
 from verify.programs.request import PlanRequest
 from verify.programs.rerun_with_other_scale_or_labels import failed, state_at_start
 from verify.programs.source_map import SourceMap

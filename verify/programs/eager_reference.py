@@ -33,7 +33,7 @@ from nnscaler.tracing.float64_run import (
     without_dropout,
 )
 from nnscaler.tracing.sample_inputs import SampleInputs
-from verify.programs.reference.program_draws import Draw, ProgramDraws, UnmatchedDraws
+from verify.programs.program_draws import Draw, ProgramDraws, UnmatchedDraws
 from verify.results.finding import Finding
 from verify.results.tolerance import Key, Tolerance
 

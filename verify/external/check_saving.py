@@ -28,7 +28,7 @@ from verify.external.observe_rank_run import modules_of
 from verify.external.parameter_mapping import StateMap, clean_name, give, taken
 from verify.external.program import ExternalProgram
 from verify.external.ranks.run import RanksFailed
-from verify.external.saving.save_then_load import (
+from verify.external.save_then_load import (
     CheckpointForm,
     HeldValues,
     LoadedTensor,
@@ -38,7 +38,7 @@ from verify.external.saving.save_then_load import (
     other_mesh,
     save_after_steps,
 )
-from verify.programs.reference.eager import state_of
+from verify.programs.eager_reference import state_of
 from verify.results.finding import Finding
 from verify.results.report import Check
 from verify.results.verdict import Verdict

@@ -25,7 +25,7 @@ from op_registry.builtin._dims import (
     tensor,
     whole,
 )
-from op_registry.builtin.tensors.embedding_and_index_hooks import (
+from op_registry.builtin.embedding_and_index_hooks import (
     localize_gather,
     localize_index,
     localize_index_put,

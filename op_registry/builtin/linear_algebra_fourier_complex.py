@@ -19,7 +19,7 @@ from op_registry.builtin._dims import (
     whole,
     whole_dims,
 )
-from op_registry.builtin.numeric.reductions import norm_mark
+from op_registry.builtin.reductions import norm_mark
 from op_registry.call import Call
 from op_registry.spec import AnnotationFunction, AnnotationResult, LinearSets, OperatorSpec, Shards
 

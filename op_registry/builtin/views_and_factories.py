@@ -22,7 +22,7 @@ from op_registry.builtin._dims import (
     whole,
     whole_dims,
 )
-from op_registry.builtin.numeric.elementwise import companion
+from op_registry.builtin.elementwise import companion
 from op_registry.call import Call
 from op_registry.rank_expression import Expression, block_start, local_size
 from op_registry.spec import AnnotationResult, OperatorSpec, Shards

@@ -7,7 +7,7 @@ a run of the same model in the dtype, with one of the disturbances that a right 
     reassociated its sums in another order and in parts (`verify.programs.low_precision.reassociation_mode`)
     moved        parameters and inputs moved at random by -1, 0 or +1 unit in the last place; and where the first draws
                  have not explained an error, what is chosen among nearly equal values chosen otherwise
-                 (`verify.programs.low_precision.noise`)
+                 (`NearTies`)
 
 The recipe of a draw is the program's. A program of a float32 model that runs in another precision has every floating
 dtype replaced, so a float32 island (the norm of a Llama) is none, neither there nor in a draw; in float16 some models
@@ -15,6 +15,16 @@ overflow without. A model whose parameters are in the dtype already keeps its is
 program is better: it adds the gradients of micro-batches and ranks in float32 and rounds the sum, where a draw adds
 its parts in the dtype. So noise is measured a little too large there, never too small; with two parts both round to
 the same.
+
+Differences are measured in three numbers that see different errors:
+
+    greatest   the largest absolute difference, relative to the largest value: one wrong element
+    norm       the Frobenius norm of the difference, relative to the tensor's own: permuted, missing or foreign pieces
+    factor     how far the best factor `a = f e` is from 1: everything a little too large. Rounding errors of N elements
+               cancel in it, so that it sees errors that are sqrt(N) times smaller than the noise of one element.
+
+Each relates to the larger of the tensor itself and a thousandth of its family (see `verify.results.tolerance`): a
+gradient that is zero in theory has no scale of its own.
 """
 
 from __future__ import annotations
@@ -23,7 +33,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from math import inf
+from math import inf, isfinite, sqrt
 from types import MappingProxyType
 from typing import Any
 
@@ -32,14 +42,63 @@ from torch import Tensor, nn
 
 from op_registry.call import dtype_name
 
-from nnscaler.runtime.tensor_values import FILL, as_real, family_scale, is_finite, is_whole
+from nnscaler.runtime.tensor_values import (
+    FAMILY_SHARE,
+    FILL,
+    as_real,
+    difference,
+    family_scale,
+    is_finite,
+    is_whole,
+    real_numbers,
+)
 from nnscaler.tracing.export.module_copies import copied_with_hooks
 from nnscaler.tracing.float64_run import exact
 from nnscaler.tracing.sample_inputs import SampleInputs
-from verify.programs.low_precision.error_statistics import Statistics, floors, size, statistics
+from verify.programs.eager_reference import Trajectory, run_reference
 from verify.programs.low_precision.reassociation_mode import Reassociated, RulesMode
-from verify.programs.reference.eager import Trajectory, run_reference
 from verify.results.tolerance import Key
+
+NAMES = ("greatest", "norm", "factor")
+Statistics = tuple[float, float, float]
+
+
+def statistics(actual: Tensor, expected: Tensor, family: float) -> Statistics:
+    """Return the three numbers, in the order of NAMES; infinity for unequal shapes, and where `actual`
+    is not finite."""
+    greatest = difference(actual, expected, family).relative
+    if actual.shape != expected.shape or not is_finite(actual) or not is_finite(expected):
+        return (inf, inf, inf) if greatest > 0 else (0.0, 0.0, 0.0)
+    e = real_numbers(expected)
+    gap = real_numbers(actual) - e
+    scale = max(_norm(e), FAMILY_SHARE * family * sqrt(e.numel()))
+    if scale == 0:
+        return (greatest, greatest, greatest)
+    return (greatest, _norm(gap) / scale, abs(float((gap * e).sum())) / scale**2)
+
+
+def floors(expected: Tensor, unit: float) -> Statistics:
+    """Return the three statistics of rounding the right result once to the dtype. `unit`: half an epsilon."""
+    if not (expected.is_floating_point() or expected.is_complex()):
+        return (0.0, 0.0, 0.0)
+    square = real_numbers(expected).square()
+    total = float(square.sum())
+    # the errors of the elements are independent: their sum grows with the root of how many there are
+    spread = sqrt(float(square.square().sum())) / total if total > 0 and isfinite(total) else 1.0
+    return (unit, unit, unit * spread)
+
+
+def size(expected: Tensor, family: float) -> float:
+    """Return the tensor's own size relative to the scale that `norm` uses: 1 unless it is (almost) zero in theory."""
+    e = real_numbers(expected)
+    own = _norm(e)
+    scale = max(own, FAMILY_SHARE * family * sqrt(e.numel()))
+    return own / scale if scale > 0 else 0.0
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor)) if tensor.numel() else 0.0
+
 
 # The model as a dtype sees it: values rounded to the dtype, and moved by one unit in the last place.
 
@@ -189,7 +248,7 @@ class NoisyModel:
 
 @dataclass(frozen=True)
 class Target:
-    """One tensor of the exact result. `family`: the largest value of its kind. `size`: see `error_statistics.size`."""
+    """One tensor of the exact result. `family`: the largest value of its kind. `size`: see `size`."""
 
     value: Tensor
     family: float
