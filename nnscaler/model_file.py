@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-import random
 import re
-import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import islice
@@ -26,6 +23,7 @@ from nnscaler.error_text import in_one_line
 from nnscaler.errors import GUARD_MAIN, NnscalerError, SourceLocation, exit_call
 from nnscaler.is_user_file import is_users
 from nnscaler.pyproject_settings import SEEDS
+from nnscaler.random_generators import seed_all
 
 # Targets on a command line and in settings: a file, or a module of a package, and a function in it.
 
@@ -301,28 +299,7 @@ def _called(function: Callable[[], Any], path: Path, seed: int | None, what: str
 
 
 def seed_generators(seed: int) -> None:
-    """Seed what users' files draw random numbers from: torch, Python and, where it is in use, numpy."""
-    import torch
-
+    """Seed what users' files draw random numbers from."""
     if seed not in SEEDS:
         raise NnscalerError("usage", f"seed {seed} has more than 63 bits, and torch takes no larger one")
-    torch.manual_seed(seed)
-    random.seed(seed)
-    if "numpy.random" in sys.modules:
-        sys.modules["numpy.random"].seed(seed % 2**32)
-
-
-@contextmanager
-def generators_kept() -> Iterator[None]:
-    """Put the generators that `seed_generators` seeds back to where they were."""
-    import torch
-
-    numpy = sys.modules.get("numpy.random")
-    kept = random.getstate(), None if numpy is None else numpy.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(kept[0])
-        if numpy is not None:
-            numpy.set_state(kept[1])
+    seed_all(seed)
