@@ -198,9 +198,9 @@ def _with_loss(model: Any, loss_fn: Callable[[Any, Any], Any]) -> Any:
     return with_loss(model, loss_fn) if isinstance(model, nn.Module) else model
 
 
-def user_frame(error: BaseException, folder: Path) -> SourceLocation | None:
+def user_frame(error: BaseException, folder: Path | None = None) -> SourceLocation | None:
     """Return the last frame of the traceback in the user's folder, else the last in any file of the user's. Where an
-    exception has none (we raised it), that of its cause."""
+    exception has none (we raised it), that of its cause. `folder`: None: any."""
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         return SourceLocation(error.filename, error.lineno, (error.text or "").strip())
     inside: SourceLocation | None = None
@@ -209,7 +209,7 @@ def user_frame(error: BaseException, folder: Path) -> SourceLocation | None:
         if frame.lineno is None or not is_users(frame.filename):
             continue
         file, place = Path(frame.filename).resolve(), SourceLocation(frame.filename, frame.lineno, frame.line or "")
-        if file.is_relative_to(folder):
+        if folder is None or file.is_relative_to(folder):
             inside = place
         elif file.is_file():
             outside = place
