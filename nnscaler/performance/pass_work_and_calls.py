@@ -27,7 +27,7 @@ from nnscaler.communication.stage_communication_calls import CallSite, Part
 from nnscaler.instructions import Kind
 from nnscaler.performance.predict_step_time import Prediction
 from nnscaler.performance.stage_prices import in_turn
-from nnscaler.timeline_events import RECEIVED, SENT, Ranks
+from nnscaler.performance.timeline_events import RECEIVED, SENT, Ranks
 
 
 @dataclass(frozen=True, slots=True)
