@@ -189,16 +189,12 @@ class _Worker(Generic[Result]):
         self.memory = mmap.mmap(-1, _NOTE_BYTES)  # anonymous and shared
         self.trace = tempfile.TemporaryFile()  # noqa: SIM115 - `end` closes it
         self.connection, theirs = multiprocessing.Pipe()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        parent, inherited = os.getpid(), [self.connection, *(other.connection for other in others)]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of threads: no child waits for one of this process
-            self.pid = os.fork()
-        if self.pid == 0:
-            _child(tasks, theirs, self.memory, self.trace.fileno(), inherited, parent, folder)
-        with suppress(OSError):  # the child does the same: whoever is first
-            os.setpgid(self.pid, self.pid)
+
+        def work() -> None:
+            _settle(self.trace.fileno(), folder)
+            _serve(tasks, theirs, self.memory)
+
+        self.pid = fork_child(work, [self.connection, *(other.connection for other in others)])
         theirs.close()
 
     def give(self, index: int) -> None:
@@ -242,7 +238,7 @@ class _Worker(Generic[Result]):
             return 0
         self.ended = True
         note, seconds = self.note(), time.perf_counter() - self.since
-        _wait_for_end(self.pid, patience)
+        wait_for_end(self.pid, patience)
         with suppress(ProcessLookupError):
             os.killpg(
                 self.pid, signal.SIGKILL
@@ -258,49 +254,53 @@ class _Worker(Generic[Result]):
         return status
 
 
-def _wait_for_end(pid: int, patience: float) -> None:
+def wait_for_end(pid: int, patience: float) -> None:
     """Wait until a child has ended, or for so many seconds."""
     until = time.perf_counter() + patience
     while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None and time.perf_counter() < until:
         time.sleep(0.005)
 
 
-def _child(
-    tasks: Sequence[Task[Result]],
-    connection: Connection,
-    memory: mmap.mmap,
-    trace: int,
-    inherited: Sequence[Connection],
-    parent: int,
-    folder: str,
-) -> None:
-    """Run tasks in a child process until it is told to end. Never returns."""
-    code = 1
-    try:
-        _settle(inherited, trace, parent, folder)
-        _serve(tasks, connection, memory)
-        code = 0
-    except (EOFError, BrokenPipeError, ConnectionResetError):  # the parent is gone
-        code = 0
-    finally:
-        with suppress(Exception):
-            sys.stderr.flush()
-        os._exit(code)  # no exit handlers: they are the parent's
+def fork_child(work: Callable[[], None], inherited: Sequence[Connection]) -> int:
+    """Fork a process that ends after `work`, or when this one ends; return its number, which is its group's too.
+
+    It leaves Ctrl-C to this process, and closes the ends of pipes that are this process's.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parent = os.getpid()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: no child waits for one of this process
+        process = os.fork()
+    if process == 0:
+        code = 1
+        try:
+            with suppress(OSError):
+                os.setpgid(0, 0)  # what it starts ends with it
+            die_with_parent(parent)
+            for connection in inherited:
+                connection.close()  # or a sibling's pipe would stay open when the parent dies
+            leave_stopping_to_parent()
+            work()
+            code = 0
+        except (EOFError, BrokenPipeError, ConnectionResetError):  # the parent is gone
+            code = 0
+        finally:
+            with suppress(Exception):
+                sys.stderr.flush()
+            os._exit(code)  # no exit handlers: they are the parent's
+    with suppress(OSError):  # the child does the same: whoever is first
+        os.setpgid(process, process)
+    return process
 
 
-def _settle(inherited: Sequence[Connection], trace: int, parent: int, folder: str) -> None:
-    """Leave the parent's pipes, its standard output and its Ctrl-C to the parent, and end when it ends.
+def _settle(trace: int, folder: str) -> None:
+    """Leave the parent's standard output to the parent, and write Python's stack where the parent reads it.
 
     Its temporary files lie where the parent removes them, however the child ends.
     """
     import resource  # not on every system
 
-    with suppress(OSError):
-        os.setpgid(0, 0)  # what it starts ends with it
-    die_with_parent(parent)
-    for connection in inherited:
-        connection.close()  # or a sibling's pipe would stay open when the parent dies
-    leave_stopping_to_parent()
     os.environ.setdefault(LASTING, tempfile.gettempdir())
     os.environ["TMPDIR"] = tempfile.tempdir = folder
     faulthandler.enable(trace, all_threads=False)
