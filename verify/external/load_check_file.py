@@ -129,7 +129,7 @@ def load_check_file(target: str, *, ranks: int | None = None, mesh: str | None =
         name=f"{path.name}::{named}" if named else path.name,
         model=_made_by_user(path, "model"),
         batch=_made_by_user(path, "batch"),
-        parallelize=_required(functions, "parallelize"),
+        parallelize=_parallelize(functions),
         mesh=axes,
         data_axes=data_axes,
         step=functions["step"] or default_step,
@@ -139,14 +139,14 @@ def load_check_file(target: str, *, ranks: int | None = None, mesh: str | None =
         clip=functions["clip"],
         names=_names(reader),
         reference=_reference(reader),
-        where=definition_of(_required(functions, "parallelize")) or reader.place(chosen),
+        where=definition_of(_parallelize(functions)) or reader.place(chosen),
         batch_where=definition_of(reader.get("batch")) or reader.place("batch"),
     )
     return CheckFile(program, tuple(notes))
 
 
-def _required(functions: Mapping[str, Callable[..., Any] | None], name: str) -> Callable[..., Any]:
-    found = functions[name]
+def _parallelize(functions: Mapping[str, Callable[..., Any] | None]) -> Callable[..., Any]:
+    found = functions["parallelize"]
     assert found is not None, "`_function` refuses a file without it"
     return found
 

@@ -23,7 +23,7 @@ from verify.external.ranks.run_result import RanksFailed
 from verify.external.reference import PlainReference, ReferenceStep
 from verify.external.torchrun.elements_of_one_rank import NONE_FILLED, FilledIn, filled_in
 from verify.external.torchrun.feed_data_of_all_ranks import Material, Way
-from verify.external.torchrun.find_comparison_gaps import Tried, doubt_of, idle_at_start, left_open, reason_of
+from verify.external.torchrun.find_comparison_gaps import Tried, doubt_of, idle_at_start, left_open, why_not_whole
 from verify.external.torchrun.match_one_rank import (
     Layout,
     own_gradients,
@@ -307,7 +307,7 @@ def _with_assumption(judged: Judged, made: Sequence[Attempt]) -> Judged:
                 f"it is 1/{parts} of that, as where a loss is a sum over rows, and gradients are averaged over parts"
             )
     else:
-        message += f"the script could not be run on one rank with the rows of all: {reason_of('whole', judged.reasons)}"
+        message += f"the script could not be run on one rank with the rows of all: {why_not_whole(judged.reasons)}"
     check = Check("whole batches", Verdict.INCONCLUSIVE, 1, 0, detail="the mean over data parts is assumed to be right")
     return replace(
         judged,
