@@ -28,7 +28,7 @@ from nnscaler.layout import Sharded
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.training.saving.checkpoint import SAVING, RunRecord, begin, model_shards, publish, run_objects
 from nnscaler.runtime.training.saving.dcp import Folder, whole, write_part
-from nnscaler.runtime.training.saving.rank_tensors import StoredTensor
+from nnscaler.runtime.training.saving.rank_tensors_as_boxes import StoredTensor
 from nnscaler.training.engine import Engine
 from nnscaler.training.program_on_rank import EngineSettings
 from nnscaler.training.saving.checkpoints import Checkpoints

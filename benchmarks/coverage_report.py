@@ -29,7 +29,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.planning.parse_axes import parse_axes, ranks_in
 from nnscaler.tracing import trace
 from nnscaler.transform.plan import SplitStep
-from verify.processes.pool import Done, Note, Raised, TimedOut, run_forked
+from verify.child_processes import Done, Note, Raised, TimedOut, run_forked
 from verify.programs.request import Depth, PlanRequest
 from verify.programs.subject import PlanSubject, RunContext
 from verify.programs.verify_request import verify_request

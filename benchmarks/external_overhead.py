@@ -26,8 +26,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from nnscaler.runtime.keep_freed_memory import kept_memory
+from verify.child_processes import Done, run_forked
 from verify.external.ranks.run import run_ranks
-from verify.processes.pool import Done, run_forked
 
 RANKS = 4
 WIDTH = 1024

@@ -34,12 +34,12 @@ from nnscaler.runtime.training.executor_settings import ExecutorSettings
 from nnscaler.tracing.sample_inputs import SampleInputs, flatten_inputs
 from verify.programs.checks.input_and_outcome import Comparison
 from verify.programs.checks.logical_tensors import by_rank, holdings_of, put_together
+from verify.programs.eager_reference import Trajectory, logical_state, names_of, randomise_parameters, run_reference
 from verify.programs.execution.record_rank_steps import RankResult, role_file
 from verify.programs.low_precision.judge_against_noise import measured
-from verify.programs.low_precision.noise import draw, targets_of
+from verify.programs.low_precision.noise_statistics import draw, targets_of
 from verify.programs.low_precision.run import Calibration, LowPrecisionResult, calibrate, compare
 from verify.programs.opened_program import OpenedProgram, open_program
-from verify.programs.reference.eager import Trajectory, logical_state, names_of, randomise_parameters, run_reference
 from verify.results.tolerance import Tolerance
 from verify.results.verdict import Verdict, merge
 

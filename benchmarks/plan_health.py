@@ -31,6 +31,7 @@ import torch
 
 from nnscaler.errors import NnscalerError
 from tests.verify.external.script_runs import run_script
+from verify.child_processes import Done, Note, Raised, Task, run_forked
 from verify.external.differential_run import ExternalSettings
 from verify.external.reference import initial_model
 from verify.external.transformers.build_program import build, distributed_options, transformers_program
@@ -40,7 +41,6 @@ from verify.external.transformers.find_config import library, targets
 from verify.external.transformers.lint_and_repair_plan import WrongParameter, generic, plan_lints, plan_repairs
 from verify.external.transformers.repro_script import minimal_script
 from verify.external.verify import Outcome, verify_in
-from verify.processes.pool import Done, Note, Raised, Task, run_forked
 from verify.results.verdict import Verdict
 
 sys.path.insert(0, str(Path(__file__).parent))

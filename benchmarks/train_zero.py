@@ -34,7 +34,7 @@ from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.program.load_python import load_user_module
 from nnscaler.tracing.float64_run import own_dtype
 from nnscaler.training.engine import Engine, EngineSettings
-from verify.programs.reference.eager import randomise_parameters, running_in
+from verify.programs.eager_reference import randomise_parameters, running_in
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 MODELS = ["gpt", "llama_hf", "t5_hf", "moe"]

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from nnscaler.ir.precision import Precision
     from nnscaler.planning.auto_plan_request import AutoPlan
     from nnscaler.training.engine import Engine, start
+    from nnscaler.training.loss_scaler import LossScaler
     from nnscaler.training.model_part.module import parallelize_part
     from nnscaler.training.saving.checkpoints import Checkpoints
     from nnscaler.training.saving.export import export_weights
     from nnscaler.training.saving.weights import load_weights
-    from nnscaler.training.scaler import LossScaler
     from nnscaler.training.trainer import Trainer
     from nnscaler.transform.plan import Plan
 
@@ -46,7 +46,7 @@ _HOMES = {
     "AutoPlan": "nnscaler.planning.auto_plan_request",
     "Checkpoints": "nnscaler.training.saving.checkpoints",
     "Engine": "nnscaler.training.engine",
-    "LossScaler": "nnscaler.training.scaler",
+    "LossScaler": "nnscaler.training.loss_scaler",
     "NnscalerError": "nnscaler.errors",
     "Plan": "nnscaler.transform.plan",
     "Precision": "nnscaler.ir.precision",

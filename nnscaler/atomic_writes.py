@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from nnscaler.error_text import system_error_behind
 from nnscaler.errors import NnscalerError
 from nnscaler.manifest import MANIFEST
 
@@ -39,18 +40,10 @@ def machine_error(error: BaseException) -> NnscalerError | None:
     """
     if isinstance(error, OSError) and error.errno in REFUSED and error.filename:
         return NnscalerError("cannot_write", f"cannot open {error.filename}: {error.strerror}")
-    cause = _cause(error)
+    cause = system_error_behind(error)
     if cause is None or cause.errno not in NO_ROOM:
         return None
     return no_room(cause.filename, cause.strerror or type(cause).__name__)
-
-
-def _cause(error: BaseException) -> OSError | None:
-    """Return the system's error behind another one: torch.save raises a RuntimeError when the disk is full."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError):
-        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
-    return cause
 
 
 def no_room(path: str | None, reason: str) -> NnscalerError:
@@ -231,7 +224,7 @@ def _staging(path: Path) -> Iterator[Path]:
     except NnscalerError:
         raise
     except Exception as error:
-        cause = _cause(error)
+        cause = system_error_behind(error)
         if cause is None:
             raise
         message = f"cannot write {path}: {cause.strerror or type(cause).__name__}"

@@ -1,4 +1,7 @@
-"""Tell in one line what an error says. It stands on the standard library alone."""
+"""Tell in one line what an error says, and which error of the system is behind it.
+
+It stands on the standard library alone.
+"""
 
 from __future__ import annotations
 
@@ -15,3 +18,11 @@ def in_one_line(error: BaseException, most: int | None = None) -> str:
     has no text."""
     text = first_line(error, most)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def system_error_behind(error: BaseException) -> OSError | None:
+    """Return the system's error behind another one: torch.save raises a RuntimeError when the disk is full."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    return cause

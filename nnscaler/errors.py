@@ -1,7 +1,7 @@
 """The one error type that every floor raises for what the user can fix, and the exit that user code may call."""
 
 from op_registry.errors import AnnotationError, NnscalerError, few
-from op_registry.spec import SourceLocation
+from op_registry.source_location import SourceLocation
 
 __all__ = ["GUARD_MAIN", "AnnotationError", "HardExit", "NnscalerError", "SourceLocation", "exit_call", "few"]
 

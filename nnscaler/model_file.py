@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-import random
 import re
-import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import islice
@@ -26,6 +23,7 @@ from nnscaler.error_text import in_one_line
 from nnscaler.errors import GUARD_MAIN, NnscalerError, SourceLocation, exit_call
 from nnscaler.is_user_file import is_users
 from nnscaler.pyproject_settings import SEEDS
+from nnscaler.random_generators import seed_all
 
 # Targets on a command line and in settings: a file, or a module of a package, and a function in it.
 
@@ -200,9 +198,9 @@ def _with_loss(model: Any, loss_fn: Callable[[Any, Any], Any]) -> Any:
     return with_loss(model, loss_fn) if isinstance(model, nn.Module) else model
 
 
-def user_frame(error: BaseException, folder: Path) -> SourceLocation | None:
+def user_frame(error: BaseException, folder: Path | None = None) -> SourceLocation | None:
     """Return the last frame of the traceback in the user's folder, else the last in any file of the user's. Where an
-    exception has none (we raised it), that of its cause."""
+    exception has none (we raised it), that of its cause. `folder`: None: any."""
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         return SourceLocation(error.filename, error.lineno, (error.text or "").strip())
     inside: SourceLocation | None = None
@@ -211,7 +209,7 @@ def user_frame(error: BaseException, folder: Path) -> SourceLocation | None:
         if frame.lineno is None or not is_users(frame.filename):
             continue
         file, place = Path(frame.filename).resolve(), SourceLocation(frame.filename, frame.lineno, frame.line or "")
-        if file.is_relative_to(folder):
+        if folder is None or file.is_relative_to(folder):
             inside = place
         elif file.is_file():
             outside = place
@@ -301,28 +299,7 @@ def _called(function: Callable[[], Any], path: Path, seed: int | None, what: str
 
 
 def seed_generators(seed: int) -> None:
-    """Seed what users' files draw random numbers from: torch, Python and, where it is in use, numpy."""
-    import torch
-
+    """Seed what users' files draw random numbers from."""
     if seed not in SEEDS:
         raise NnscalerError("usage", f"seed {seed} has more than 63 bits, and torch takes no larger one")
-    torch.manual_seed(seed)
-    random.seed(seed)
-    if "numpy.random" in sys.modules:
-        sys.modules["numpy.random"].seed(seed % 2**32)
-
-
-@contextmanager
-def generators_kept() -> Iterator[None]:
-    """Put the generators that `seed_generators` seeds back to where they were."""
-    import torch
-
-    numpy = sys.modules.get("numpy.random")
-    kept = random.getstate(), None if numpy is None else numpy.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(kept[0])
-        if numpy is not None:
-            numpy.set_state(kept[1])
+    seed_all(seed)

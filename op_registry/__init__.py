@@ -14,7 +14,8 @@ from op_registry.errors import AnnotationError, NnscalerError
 from op_registry.rank_expression import Expression, block_start, by_index, index, local_size
 from op_registry.register import name_of, operator_of, register_op
 from op_registry.registry import Registry, default_registry
-from op_registry.spec import OperatorSpec, Refusal, SchemaParameter, SourceLocation
+from op_registry.source_location import SourceLocation
+from op_registry.spec import OperatorSpec, Refusal, SchemaParameter
 
 __all__ = [
     "Annotation",

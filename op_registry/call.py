@@ -113,6 +113,15 @@ def instances_in(value: Any, kind: type[T]) -> Iterator[T]:
             yield from instances_in(item, kind)
 
 
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield what is in nested lists, tuples and mappings, with its place there: the keys and positions on the way."""
+    if isinstance(value, list | tuple | Mapping):
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from leaves(item, (*path, key))
+    else:
+        yield path, value
+
+
 def map_leaves(value: Any, function: Callable[[Any], Any], kind: type | None = None) -> Any:
     """Rebuild nested lists and tuples with `function(leaf)` in place of each leaf, left to right.
 

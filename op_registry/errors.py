@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from op_registry.spec import SourceLocation
+from op_registry.source_location import SourceLocation
 
 
 class NnscalerError(Exception):

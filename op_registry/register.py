@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from linecache import getline
 from pathlib import Path
+from traceback import walk_stack
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -20,13 +21,14 @@ from op_registry.annotation.parser import parse
 from op_registry.annotation.syntax_tree import Annotation
 from op_registry.errors import NnscalerError
 from op_registry.registry import Registry, default_registry, same_place
-from op_registry.spec import AnnotationFunction, OperatorSpec, SchemaParameter, SourceLocation
+from op_registry.source_location import SourceLocation, definition_of
+from op_registry.spec import AnnotationFunction, OperatorSpec, SchemaParameter
 from op_registry.torch_schema import SchemaError, infer_schema
 
 if TYPE_CHECKING:
     import torch
 
-    from op_registry.define_torch_operators import TorchOperators
+    from op_registry.torch_operators_of_user_functions import TorchOperators
 
 Target = TypeVar("Target")
 Gradient = Literal["derivative", "custom"]
@@ -188,7 +190,7 @@ def _source_function(target: Any) -> Any:
 
 
 def _torch_operators(registry: Registry) -> TorchOperators:
-    from op_registry.define_torch_operators import TorchOperators
+    from op_registry.torch_operators_of_user_functions import TorchOperators
 
     if registry.torch_operators is None:
         registry.torch_operators = TorchOperators()
@@ -263,36 +265,19 @@ def _caller() -> SourceLocation:
 def _callers() -> tuple[str, ...]:
     """Return the files that are running, the innermost first; what imports them is left out."""
     found: dict[str, None] = {}
-    frame = sys._getframe(1)
-    while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
+    for frame, _ in walk_stack(sys._getframe(1)):
         file = frame.f_code.co_filename
+        if file.startswith("<frozen importlib"):
+            break
         if file != __file__ and file.endswith(".py"):
             found[str(Path(file).absolute())] = None
-        frame = frame.f_back  # type: ignore[assignment]
     return tuple(found)
 
 
 def _place_of(target: Any) -> SourceLocation:
     """Return where a function or class is defined: the line of its `def` or `class`."""
-    if isinstance(target, type):
-        try:
-            file, line = inspect.getsourcefile(target), inspect.getsourcelines(target)[1]
-        except (OSError, TypeError):
-            return _caller()
-        return _first_line(file or "", line, "class ")
-    code = inspect.unwrap(target).__code__
-    if code.co_name == "<lambda>":
-        return _location(code.co_filename, code.co_firstlineno)
-    return _first_line(code.co_filename, code.co_firstlineno, "def ")
-
-
-def _first_line(file: str, line: int, keyword: str) -> SourceLocation:
-    """Return the first line at or after `line` (where decorators start) that holds the keyword."""
-    for number in range(line, line + 50):
-        text = getline(file, number).strip()
-        if text.startswith((keyword, f"async {keyword}")):
-            return _location(file, number)
-    return _location(file, line)
+    found = definition_of(target, keyword=True)
+    return _caller() if found is None else _location(found.file, found.line)
 
 
 def _location(file: str, line: int) -> SourceLocation:

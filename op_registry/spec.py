@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from op_registry.call import AxisShard, Call
+from op_registry.source_location import SourceLocation
 from op_registry.torch_schema import returns_alias
 
 AnnotationResult = str | tuple[str, Mapping[str, int]]  # the text, and sizes that shapes alone do not determine
@@ -14,23 +15,6 @@ AnnotationFunction = Callable[[Call], AnnotationResult]
 LinearSets = tuple[frozenset[int], ...]
 Shards = Mapping[str, tuple[AxisShard, ...]]
 Moves = Literal["value", "cast", "reshape", "unit dims", "expand", "transpose", "permute", "part", "pad"]
-
-
-@dataclass(frozen=True, slots=True)
-class SourceLocation:
-    """A place in a user's file.
-
-    file   its path
-    line   counted from 1
-    text   that line, without its indentation
-    """
-
-    file: str
-    line: int
-    text: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ import hypothesis
 import pytest
 import torch
 
-from verify.processes.subprocess_isolation import can_run_apart as CAN_RUN_APART
+from verify.child_processes import can_run_apart as CAN_RUN_APART
 
 if TYPE_CHECKING:
     from nnscaler.runtime.jobs.launcher import ForkServer
@@ -95,7 +95,7 @@ def _simulator_in_this_process() -> Iterator[pytest.MonkeyPatch]:
     """A child process for every run on the simulator would make the suite a fifth longer. Tests marked `apart` have
     one, and so have all commands that run as processes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("verify.processes.subprocess_isolation.can_run_apart", lambda: False)
+        patch.setattr("verify.child_processes.can_run_apart", lambda: False)
         yield patch
 
 
@@ -131,7 +131,7 @@ def _apart(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, _one_fork_server: SharedServer | None
 ) -> None:
     if request.node.get_closest_marker("apart") is not None:
-        monkeypatch.setattr("verify.processes.subprocess_isolation.can_run_apart", CAN_RUN_APART)
+        monkeypatch.setattr("verify.child_processes.can_run_apart", CAN_RUN_APART)
         if _one_fork_server is not None:
             monkeypatch.setattr("verify.programs.execution.run_on_backend.start_server", _one_fork_server.start)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from op_registry.call import DType
-from op_registry.spec import SourceLocation
+from op_registry.source_location import SourceLocation
 
 from nnscaler.ir.graph import Graph, LogicalTensor, Operation, Region, Role, Slot
 

@@ -33,9 +33,9 @@ from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.complete_plan import follow_batch, tokens_of
 from nnscaler.transform.plan import PP, AssignStep, Axes, ChunkStep, Plan, RestStep, Step
 from nnscaler.transform.propagate_choices import Candidates, all_candidates
+from verify.programs.eager_reference import ReferenceSettings, randomise_parameters, run_reference
 from verify.programs.opened_program import open_program
 from verify.programs.prepare_verification import Prepared, matched_draws
-from verify.programs.reference.eager import ReferenceSettings, randomise_parameters, run_reference
 from verify.programs.request import PlanRequest
 from verify.programs.verification_phases import run_and_compare
 from verify.results.finding import Finding

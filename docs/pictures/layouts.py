@@ -1,7 +1,8 @@
 """The four states of a layout, on two ranks, and the table of conversions between them.
 
 Numbers are cut and summed here as the states say; the pairing of a value with its gradient is computed from what the
-ranks hold, and must come out as that of the whole tensors. The table is that of `nnscaler.ir.layout_conversion`.
+ranks hold, and must come out as that of the whole tensors. The table is that of
+`nnscaler.ir.conversion_table_and_paths`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from docs.pictures.svg import Picture, line, paragraph, rect, words
-from nnscaler.ir.layout_conversion import ROWS
+from nnscaler.ir.conversion_table_and_paths import ROWS
 from nnscaler.layout import Invariant, Partial, Replicated, Sharded
 from nnscaler.runtime.cut_tensors import pieces_of
 
@@ -114,7 +115,7 @@ def draw_conversions() -> Picture:
             x, y = left + names + column * (wide + 6), top + row * (tall + 6)
             pieces += _conversion(x, y, wide, tall, before, after)
     width, height = left * 2 + names + 4 * wide + 18, top + 4 * (tall + 6) + 14
-    return Picture(width, height, "The conversion table of nnscaler.ir.layout_conversion", tuple(pieces))
+    return Picture(width, height, "The conversion table of nnscaler.ir.conversion_table_and_paths", tuple(pieces))
 
 
 def _conversion(x: float, y: float, wide: float, tall: float, before: type, after: type) -> list[str]:

@@ -20,7 +20,7 @@ from op_registry.rank_expression import Coefficient, Expression
 from op_registry.registry import default_registry
 from op_registry.torch_schema import is_factory, schema_of
 
-from nnscaler.ir.layout_conversion import ConversionStep
+from nnscaler.ir.conversion_table_and_paths import ConversionStep
 from nnscaler.layout import Axis, Invariant, Layout, Partial, Prefix, Replicated, Sharded, local_outer
 
 

@@ -17,8 +17,8 @@ from nnscaler.communication.communicated_graph import (
     writes,
 )
 from nnscaler.communication.cross_mesh_resharding import in_micro_batch, transfer
+from nnscaler.ir.conversion_table_and_paths import shape_of_rank
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.layout_conversion import shape_of_rank
 from nnscaler.ir.placement import Stage
 from nnscaler.layout import INVARIANT
 

@@ -11,9 +11,9 @@ from op_registry.call import Call
 from op_registry.registry import default_registry
 
 from nnscaler.ir import gradient_flow
+from nnscaler.ir.conversion_table_and_paths import ConversionStep
 from nnscaler.ir.gradient_flow import kept_slots, reads_alone
 from nnscaler.ir.graph import Graph, Operation, as_call
-from nnscaler.ir.layout_conversion import ConversionStep
 from nnscaler.ir.placement import Chunk, PartitionedGraph, Placement, Stage
 from nnscaler.ir.ring_rotation_calls import Circulates
 from nnscaler.layout import Layout, Sharded

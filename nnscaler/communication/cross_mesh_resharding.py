@@ -15,7 +15,7 @@ from functools import lru_cache
 from itertools import product
 from math import prod
 
-from nnscaler.ir.layout_conversion import explain_illegal
+from nnscaler.ir.conversion_table_and_paths import explain_illegal
 from nnscaler.ir.placement import Stage
 from nnscaler.layout import DeviceMesh, Invariant, Layout, Sharded
 

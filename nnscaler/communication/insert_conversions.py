@@ -30,9 +30,9 @@ from nnscaler.communication.communicated_graph import (
 from nnscaler.communication.parameter_layouts import StoredLayout, moves_of, outside_region, stored_layouts, whole
 from nnscaler.communication.stage_builder import StageBuilder
 from nnscaler.errors import NnscalerError
+from nnscaler.ir.conversion_table_and_paths import ConversionStep, shape_of_rank, volume
 from nnscaler.ir.derive_operand_layouts import input_layouts, output_layouts, shards_of
 from nnscaler.ir.graph import Graph, Operation
-from nnscaler.ir.layout_conversion import ConversionStep, shape_of_rank, volume
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice, Chunk, PartitionedGraph, Split, Stage
 from nnscaler.ir.ring_rotation_calls import ROTATE, Direction, circulation, rotations

@@ -28,9 +28,9 @@ from nnscaler.communication.communicated_graph import (
     writes,
 )
 from nnscaler.errors import NnscalerError
+from nnscaler.ir.conversion_table_and_paths import find_path
 from nnscaler.ir.derive_operand_layouts import input_layouts
 from nnscaler.ir.graph import Graph, LogicalTensor, element_bytes, gradient_dtype
-from nnscaler.ir.layout_conversion import find_path
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import PartitionedGraph, Stage
 from nnscaler.layout import (
@@ -45,7 +45,7 @@ from nnscaler.layout import (
     local_shape,
 )
 from nnscaler.transform.plan import ZERO
-from nnscaler.transform.zero import assign_owners, on_owner, sharded_at_rest
+from nnscaler.transform.zero_sharded_parameters import assign_owners, on_owner, sharded_at_rest
 
 MEMORY = 3.0  # an element at rest is held thrice: value, gradient, optimizer state
 

@@ -7,8 +7,8 @@ from itertools import chain, count
 
 from nnscaler.communication.communicated_graph import Convert, Feed, StageMessage, Statement, Stored, Version
 from nnscaler.errors import NnscalerError
+from nnscaler.ir.conversion_table_and_paths import ConversionStep, find_path
 from nnscaler.ir.graph import Graph, is_free_name
-from nnscaler.ir.layout_conversion import ConversionStep, find_path
 from nnscaler.ir.placement import Chunk, Stage
 from nnscaler.layout import INVARIANT, Layout, Sharded, format_layout
 

@@ -17,8 +17,8 @@ from op_registry.annotation.bind_sizes import BoundAnnotation, BoundDim, BoundOp
 from op_registry.annotation.splits import balanced, explain_sizes, shard_of, splittable
 from op_registry.call import AxisShard
 
+from nnscaler.ir.conversion_table_and_paths import explain_illegal
 from nnscaler.ir.graph import Graph, Operation
-from nnscaler.ir.layout_conversion import explain_illegal
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
 from nnscaler.layout import INVARIANT, PARTIAL, REPLICATED, Layout, Partial, Prefix, Sharded, State, without_gradient

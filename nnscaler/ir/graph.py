@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from op_registry.call import Call, TensorArgument, map_instances
-from op_registry.spec import SourceLocation
+from op_registry.source_location import SourceLocation
 
 # Logical tensors and operations, of which a graph is made.
 # A logical tensor is a whole tensor of the original model (the paper's pTensor).

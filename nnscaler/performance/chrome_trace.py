@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from nnscaler.communication.stage_communication_calls import ranks_text
-from nnscaler.timeline_events import RECEIVED, SENT, DeviceRanks, Event, StepEvents
+from nnscaler.performance.timeline_events import RECEIVED, SENT, DeviceRanks, Event, StepEvents
 
 _MICROSECONDS = 1e6
 _SHORTEST = 1e-3  # microseconds: an arrow needs a slice to start from

@@ -12,11 +12,11 @@ from nnscaler.communication.communicated_graph import CommunicatedGraph
 from nnscaler.errors import NnscalerError
 from nnscaler.instructions import read_instruction
 from nnscaler.performance.predicted_events import PlacedEvent, devices_of, rank_calls
+from nnscaler.performance.timeline_events import SENT, VERSION, Event, Ranks, StepEvents
 from nnscaler.runtime.communication.recording_communicator import RecordedEvent
 from nnscaler.runtime.jobs.job import JobSpecification
 from nnscaler.runtime.jobs.launcher import launch
 from nnscaler.runtime.program.program_directory import groups_of, pairs_of, read_program
-from nnscaler.timeline_events import SENT, VERSION, Event, Ranks, StepEvents
 
 Records = Sequence[Sequence[RecordedEvent]]  # by rank
 _LIMIT = 600.0  # seconds of a run

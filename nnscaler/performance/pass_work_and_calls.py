@@ -25,9 +25,9 @@ from nnscaler.communication.communication_volume import call_sites
 from nnscaler.communication.parameter_layouts import gathered_again
 from nnscaler.communication.stage_communication_calls import CallSite, Part
 from nnscaler.instructions import Kind
-from nnscaler.performance.collectives_outside_passes import in_turn
 from nnscaler.performance.predict_step_time import Prediction
-from nnscaler.timeline_events import RECEIVED, SENT, Ranks
+from nnscaler.performance.stage_prices import in_turn
+from nnscaler.performance.timeline_events import RECEIVED, SENT, Ranks
 
 
 @dataclass(frozen=True, slots=True)

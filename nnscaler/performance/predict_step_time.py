@@ -20,8 +20,16 @@ from nnscaler.instructions import Instruction, StageEdge
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Stage
-from nnscaler.performance.collectives_outside_passes import PricedCall, calls_around, last_of, taken
-from nnscaler.performance.stage_prices import StagePrices, divided_parameters, place_of, stage_prices
+from nnscaler.performance.stage_prices import (
+    PricedCall,
+    StagePrices,
+    calls_around,
+    divided_parameters,
+    last_of,
+    place_of,
+    stage_prices,
+    taken,
+)
 from nnscaler.planning.cost.collectives import seconds_per_byte
 from nnscaler.planning.cost.model_protocol import CostModel
 from nnscaler.scheduling.dependencies import check_acyclic, dependencies

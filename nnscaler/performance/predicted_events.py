@@ -14,7 +14,7 @@ from nnscaler.communication.communicated_graph import CommunicatedGraph
 from nnscaler.instructions import Kind
 from nnscaler.performance.pass_work_and_calls import Piece, PieceCall, Pieces
 from nnscaler.performance.predict_step_time import Prediction
-from nnscaler.timeline_events import RECEIVED, SENT, VERSION, DeviceRanks, Event, Ranks, StepEvents
+from nnscaler.performance.timeline_events import RECEIVED, SENT, VERSION, DeviceRanks, Event, Ranks, StepEvents
 
 
 @dataclass(frozen=True, slots=True)

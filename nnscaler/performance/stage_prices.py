@@ -1,14 +1,18 @@
-"""Seconds of what the stages of a program do, statement by statement, by a cost model."""
+"""Seconds of what the stages of a program do, statement by statement, by a cost model; and of the calls of a step
+outside of its passes' lines: of parameters at rest, and of the loss."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress
+from functools import partial
+from itertools import compress, pairwise
 from math import ceil, prod
 from typing import cast
 
+from nnscaler.communication.bucketed_parameter_calls import rest_calls
 from nnscaler.communication.communicated_graph import (
+    CommunicatedGraph,
     Compute,
     Convert,
     StageMessage,
@@ -18,17 +22,68 @@ from nnscaler.communication.communicated_graph import (
     times_of,
 )
 from nnscaler.communication.parameter_layouts import RestPhase, gathered_again, moves_of, parameter_gathers, rest_moves
+from nnscaler.communication.stage_communication_calls import CallSite, Part, loss_calls
 from nnscaler.communication.zero_bubble_split import StatementHalves, statement_halves
 from nnscaler.communication_buckets import AHEAD_BYTES, BATCHES, SHARED_BYTES, gathered_ahead
+from nnscaler.ir.conversion_table_and_paths import ConversionRow
 from nnscaler.ir.graph import Graph, element_bytes, gradient_dtype
-from nnscaler.ir.layout_conversion import ConversionRow
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Stage
 from nnscaler.ir.ring_rotation_calls import Direction, as_computed, rotations
 from nnscaler.layout import full_along, local_shape
-from nnscaler.performance.collectives_outside_passes import PricedCall, last_of, taken
+from nnscaler.planning.cost.collectives import bucket_seconds
 from nnscaler.planning.cost.flops_and_memory_traffic import computes_in
 from nnscaler.planning.cost.model_protocol import AxisPlace, Collective, CostModel
+
+PricedCall = tuple[CallSite, float]  # with the seconds of one call
+_PARTS: tuple[Part, ...] = ("gather", "scatter", "loss", "gradient")  # in the order of a step
+
+
+def in_turn(calls: Iterable[PricedCall], ranks: Collection[int]) -> Iterator[tuple[CallSite, float, float]]:
+    """Yield when each call starts and ends, from 0: calls that have no rank in common run at one time."""
+    clocks = dict.fromkeys(ranks, 0.0)
+    for site, seconds in calls:
+        own = [rank for group in site.call.members for rank in group if rank in clocks]
+        start = max(clocks[rank] for rank in own)
+        clocks.update(dict.fromkeys(own, start + seconds))
+        yield site, start, start + seconds
+
+
+def taken(calls: Iterable[PricedCall], ranks: Collection[int], part: Part, stage: int | None = None) -> float:
+    """Return the seconds of the calls of one part of a program."""
+    own = (c for c in calls if c[0].part == part and stage in (None, c[0].call.stage))
+    return max((end for _, _, end in in_turn(own, ranks)), default=0.0)
+
+
+def last_of(calls: Iterable[PricedCall], part: Part, stage: int | None = None) -> float:
+    """Return the seconds of the last call of one part, which is left when all that it may lie under has run."""
+    own = [seconds for site, seconds in calls if site.part == part and stage in (None, site.call.stage)]
+    return own[-1] if own else 0.0
+
+
+def calls_around(
+    communicated: CommunicatedGraph, ranks: Sequence[Sequence[int]], cost: CostModel
+) -> tuple[tuple[PricedCall, ...], ...]:
+    """Return by device its calls of parameters at rest and of the loss, in the order in which it makes them."""
+    device_of = {rank: device for device, own in enumerate(ranks) for rank in own}
+    sites = list(rest_calls(communicated))
+    for program in communicated.stages:
+        sites += loss_calls(communicated.partitioned.graph, program)
+    found: list[list[PricedCall]] = [[] for _ in ranks]
+    for site in sorted(sites, key=lambda s: (_PARTS.index(s.part), s.at)):
+        priced = (site, _call_seconds(site, cost))
+        for device in sorted({device_of[rank] for group in site.call.members for rank in group}):
+            found[device].append(priced)
+    return tuple(map(tuple, found))
+
+
+def _call_seconds(site: CallSite, cost: CostModel) -> float:
+    call, ranks = site.call, sorted(site.call.members[0])
+    place = AxisPlace(len(ranks), min((b - a for a, b in pairwise(ranks)), default=1))
+    size = call.bytes * (len(ranks) if call.kind == "all_gather" else 1)
+    seconds = cost.collective if site.part == "loss" else partial(bucket_seconds, cost)
+    return seconds(cast(Collective, call.kind), size, place)
+
 
 ADDING = 1.5  # a sum in place reads two tensors and writes one, where a copy reads one and writes one
 

@@ -23,9 +23,9 @@ from functools import lru_cache
 from math import inf
 from typing import Any
 
+from nnscaler.ir.conversion_table_and_paths import find_path
 from nnscaler.ir.derive_operand_layouts import input_states, output_states
 from nnscaler.ir.graph import Graph, LogicalTensor, Operation
-from nnscaler.ir.layout_conversion import find_path
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice, RunPartial, Split
 from nnscaler.layout import INVARIANT, Replicated, Sharded, State

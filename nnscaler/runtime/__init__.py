@@ -6,7 +6,7 @@ from nnscaler.runtime.communication import differentiable_collectives as comm
 from nnscaler.runtime.communication.communicator import CommunicationError, Communicator, ProgramError
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.program.user_operators import user_operators
-from nnscaler.runtime.recomputed_regions import recompute
+from nnscaler.runtime.recompute_in_backward import recompute
 from nnscaler.runtime.stage_base_class import (
     Buffer,
     Constant,

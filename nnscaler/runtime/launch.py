@@ -22,7 +22,7 @@ from shlex import quote
 import torch
 
 from nnscaler.runtime.communication.communicator import Communicator, ProgramError
-from nnscaler.runtime.communication.factory import torch_communicator
+from nnscaler.runtime.communication.communicator_of_backend import torch_communicator
 from nnscaler.runtime.communication.join_process_group import ProcessPlace, choose_device, join, leave, torchrun_place
 from nnscaler.runtime.communication.recording_communicator import RecordedEvent, RecordingCommunicator, write_records
 from nnscaler.runtime.program.program_directory import (

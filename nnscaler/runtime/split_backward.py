@@ -32,7 +32,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from nnscaler.runtime.communication.sharded_parameter_gathers import ParameterReads
-from nnscaler.runtime.recomputed_regions import SavedValues, regions_in
+from nnscaler.runtime.recompute_in_backward import SavedValues, regions_in
 from nnscaler.split_backward_graph import Halves, halves_of
 
 Root = tuple[GradientEdge, Tensor]  # where backward enters the graph, and the gradient of that output

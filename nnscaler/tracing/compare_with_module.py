@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from op_registry.registry import facts_of
-from op_registry.spec import SourceLocation
+from op_registry.source_location import SourceLocation
 
 from nnscaler.errors import NnscalerError, few
 from nnscaler.ir.graph import LOSS, Graph
+from nnscaler.random_generators import python_states, set_states
 from nnscaler.runtime.tensor_values import FAMILY_SHARE, FILL, FLOAT64_BOUND, difference, family_scale
 from nnscaler.runtime.training.autocast import AskedDtypes
 from nnscaler.tracing.export.loss_module import results_of
@@ -23,8 +24,6 @@ from nnscaler.tracing.export.mutated_attributes_and_draws import (
     Again,
     attributes_kept,
     draws_located,
-    generator_states,
-    set_generator_states,
 )
 from nnscaler.tracing.export.user_source_locations import location_of_exception, model_errors
 from nnscaler.tracing.float64_run import exact, exact_tensor, own_dtype, run_backward, without_dropout
@@ -152,7 +151,7 @@ def _other_forward(model: nn.Module, sample: SampleInputs) -> dict[str, Tensor] 
 def forwards_of_draws(module: nn.Module, sample: SampleInputs) -> Again | None:
     """Run a copy of the module from several states of Python's generators; None where that cannot be seen."""
     places: dict[str, SourceLocation | None] = {}
-    before = generator_states()
+    before = python_states()
     try:
         model = copied(module)
         with draws_located(places), attributes_kept(model, {}):
@@ -165,7 +164,7 @@ def forwards_of_draws(module: nn.Module, sample: SampleInputs) -> Again | None:
     except Exception:  # noqa: BLE001 - as above
         return None
     finally:
-        set_generator_states(before)
+        set_states(before)
     return Again({}, "", places)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import keyword
-import linecache
 import numbers
 import re
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from nnscaler.errors import NnscalerError, SourceLocation
+from op_registry.source_location import definition_of
+
+from nnscaler.errors import NnscalerError
 from nnscaler.runtime.nested_values import items_of, leaves_of, map_kind, with_items
 from nnscaler.tracing.graph_builder import TensorName
 
@@ -143,15 +144,10 @@ def _check_arguments(module: nn.Module, sample_inputs: Any) -> None:
         else:
             signature.bind(*(sample_inputs if plain else (sample_inputs,)))
     except TypeError as error:
-        code = getattr(module.forward, "__code__", None)
-        where = None
-        if code is not None:
-            text = linecache.getline(code.co_filename, code.co_firstlineno).strip()
-            where = SourceLocation(code.co_filename, code.co_firstlineno, text)
         raise NnscalerError(
             "inputs_differ",
             f"the batch does not fit {type(module).__name__}.forward{signature}: {error}",
-            where=where,
+            where=definition_of(module.forward),
             help="a batch has what forward takes and nothing else: a dict by name, or a tuple in its order; or let "
             "forward take the rest, as `**others`",
         ) from None

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 
+from op_registry.call import dtype_name
+
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph, LogicalTensor, gradient_dtype
 from nnscaler.ir.precision import FLOATS, Precision
@@ -209,7 +211,7 @@ def mixed(module: nn.Module, precision: Precision | None) -> Iterator[Mapping[st
         dtype = None if precision.param is None else getattr(torch, precision.param)
         for name, parameter in module.named_parameters(remove_duplicate=False):
             if dtype is not None and parameter.is_floating_point() and (parameter.dtype != dtype or parameter in kept):
-                masters[name] = str(kept.get(parameter, parameter).dtype).removeprefix("torch.")
+                masters[name] = dtype_name(kept.get(parameter, parameter).dtype)
                 if parameter not in kept:
                     kept[parameter] = parameter.data
                     parameter.data = parameter.data.to(dtype)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import linecache
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -14,7 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from op_registry.call import dtype_name
 from op_registry.registry import default_registry
+from op_registry.source_location import definition_of
 
 from nnscaler.codegen.compiled_program import Program
 from nnscaler.compile import parallelize
@@ -35,8 +36,8 @@ from nnscaler.training.pack_and_collate_samples import Collate
 from nnscaler.training.read_settings import compile_request
 from nnscaler.training.recompilation import Vouch
 from nnscaler.training.sample_order_and_loader import Loader, SampleOrder, loader
-from nnscaler.training.settings import Code, HookSettings, OptimizerSettings, ScheduleSettings, TrainSettings
 from nnscaler.training.splittable_optimizers import parameter_groups
+from nnscaler.training.train_settings import Code, HookSettings, OptimizerSettings, ScheduleSettings, TrainSettings
 from nnscaler.transform.plan import Plan
 
 Hook = Callable[[Any], object]  # of the trainer
@@ -107,15 +108,7 @@ def load_parts(settings: TrainSettings, model: nn.Module | None = None, data: An
     points = {item.name: getattr(settings.hooks, item.name) for item in fields(HookSettings)}
     hooks = {name: tuple(_function(t, name) for t in ts) for name, ts in points.items()}
     collate = _function(settings.data.collate, "collate") if settings.data.collate else None
-    return Parts(build, described, training, validation, collate, hooks, _place(source))
-
-
-def _place(function: Callable[..., Any] | None) -> SourceLocation | None:
-    code = getattr(inspect.unwrap(function), "__code__", None) if function is not None else None
-    if code is None:
-        return None
-    text = linecache.getline(code.co_filename, code.co_firstlineno).strip()
-    return SourceLocation(code.co_filename, code.co_firstlineno, text)
+    return Parts(build, described, training, validation, collate, hooks, definition_of(source))
 
 
 def first_batch(settings: TrainSettings, parts: Parts, model: nn.Module) -> dict[str, Any] | tuple[Any, ...]:
@@ -321,7 +314,7 @@ def told_of_dtypes(program: Program) -> str | None:
     floating = {t.dtype for t in program.state.values() if t.is_floating_point()}
     for name, tensor in program.inputs.items():
         if floating and tensor.is_floating_point() and tensor.dtype not in floating:
-            has, want = (str(dtype).removeprefix("torch.") for dtype in (tensor.dtype, next(iter(floating))))
+            has, want = (dtype_name(dtype) for dtype in (tensor.dtype, next(iter(floating))))
             return f"the rows have {name} as {has}, and the model is {want}: let the dataset return tensors of {want}"
     return None
 

@@ -23,7 +23,7 @@ from nnscaler.manifest import Manifest
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.shards import logical_coordinates
 from nnscaler.runtime.tensor_values import values_of
-from nnscaler.runtime.training.saving.rank_tensors import StoredTensor
+from nnscaler.runtime.training.saving.rank_tensors_as_boxes import StoredTensor
 
 _ODD = 6364136223846793005  # of Knuth's generator: what each place is weighted with
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

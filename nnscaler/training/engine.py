@@ -28,15 +28,20 @@ from nnscaler.codegen.compiled_program import Program
 from nnscaler.errors import NnscalerError
 from nnscaler.manifest import Manifest
 from nnscaler.runtime.communication.communicator import Communicator
-from nnscaler.runtime.communication.factory import torch_communicator
+from nnscaler.runtime.communication.communicator_of_backend import torch_communicator
 from nnscaler.runtime.communication.join_process_group import ProcessPlace, choose_device, join, torchrun_place
 from nnscaler.runtime.program.program_directory import groups_of, pairs_of
 from nnscaler.runtime.stage_base_class import INPUT_GRADIENT, RunContext
 from nnscaler.runtime.training.async_pipeline import StreamExecutor
 from nnscaler.runtime.training.cut_batch import DataPart, data_part
 from nnscaler.runtime.training.executor import RankExecutor
-from nnscaler.runtime.training.saving.rank_tensors import StoredTensor, held_by_one, stored_tensors, trained_tensors
-from nnscaler.runtime.training.saving.shards_as_boxes import gathered_state
+from nnscaler.runtime.training.saving.rank_tensors_as_boxes import (
+    StoredTensor,
+    gathered_state,
+    held_by_one,
+    stored_tensors,
+    trained_tensors,
+)
 from nnscaler.tracing.sample_inputs import named_tensors
 from nnscaler.training.check_replicas import check_replicas, check_same_model, check_same_stream
 from nnscaler.training.program_on_rank import (
@@ -64,8 +69,8 @@ from nnscaler.training.recompilation import (
 )
 from nnscaler.training.sample_order_and_loader import Loader, SampleOrder, loader
 from nnscaler.training.splittable_optimizers import build_optimizer
-from nnscaler.training.user_loop.module_changes import ModuleWatch
 from nnscaler.training.user_loop.refuse_torch_calls_on_shards import watch
+from nnscaler.training.user_loop.tell_unfollowed_module_changes import ModuleWatch
 
 Batch = Mapping[str, Tensor] | Sequence[Tensor]
 
@@ -86,20 +91,16 @@ def connected(
     """Return this rank's communicator for a program, and the settings with its device. Raises as `start`."""
     ranks, running = program.manifest.ranks, 1 if place is None else place.world_size
     if running != ranks:
-        raise NnscalerError(
-            "wrong_ranks",
-            f"the program is for {ranks} ranks ({program.plan.describe()}), and {running} run",
-            help=f"torchrun --nproc-per-node {ranks} ..., or another plan",
-        )
+        message = f"the program is for {ranks} ranks ({program.plan.describe()}), and {running} run"
+        raise NnscalerError("wrong_ranks", message, help=f"torchrun --nproc-per-node {ranks} ..., or another plan")
     if place is None:
         return Communicator(0, 1), chosen
     backend, device = choose_device(chosen.device, place)
     if not torch.distributed.is_initialized():
         join(backend, place.rank, place.world_size, device)
     stages = stages_of_roles(sent(program), chosen.cache)
-    communicator = torch_communicator(
-        backend, place.rank, place.world_size, device, groups=groups_of(stages), pairs=pairs_of(stages)
-    )
+    groups, pairs = groups_of(stages), pairs_of(stages)
+    communicator = torch_communicator(backend, place.rank, place.world_size, device, groups=groups, pairs=pairs)
     check_same_model(program, communicator, device)
     return communicator, replace(chosen, device=str(device))
 
@@ -144,8 +145,7 @@ class Engine:
         self._buffers: dict[str, Tensor] = {} if share is None else share._buffers  # as they are now, of all programs
         self._buffers |= {**named_buffers(self.executor), **self._buffers}
         self._family.append(self)
-        stages = list(self.executor.stages.values())
-        self.data_part: DataPart = data_part(stages, self._current.program.data_axes)
+        self.data_part: DataPart = data_part(list(self.executor.stages.values()), self._current.program.data_axes)
         watch(self, None if program.origin is None else program.origin.module)
 
     def another(self, program: Program) -> Engine:
@@ -377,11 +377,11 @@ class Engine:
         if named is None:
             given = sorted(batch) if isinstance(batch, Mapping) else f"{len(batch)} tensors"
             raise NnscalerError("batch_differs", f"the batch has {given}, and the model takes {names}")
-        dims = {entry.name: len(entry.shape) for entry in self.manifest.inputs}
-        wrong = next((name for name in names if named[name].dim() != dims[name]), None)
-        if wrong is not None:
-            message = f"input {wrong!r} has {named[wrong].dim()} dims, and the model was compiled for {dims[wrong]}"
-            raise NnscalerError("batch_differs", message)
+        for entry in self.manifest.inputs:
+            has, dims = named[entry.name].dim(), len(entry.shape)
+            if has != dims:
+                message = f"input {entry.name!r} has {has} dims, and the model was compiled for {dims}"
+                raise NnscalerError("batch_differs", message)
         return named
 
     def _compiled(self, size: SizeClass, batch: Mapping[str, Tensor]) -> Running:

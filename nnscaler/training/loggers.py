@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from nnscaler.errors import NnscalerError
-from nnscaler.training.settings import LoggerSettings, TrainSettings
+from nnscaler.training.train_settings import LoggerSettings, TrainSettings
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import IterableDataset, default_collate
 
 from nnscaler.errors import NnscalerError
-from nnscaler.model_file import generators_kept
+from nnscaler.random_generators import generators_kept
 from nnscaler.runtime.nested_values import leaves_of, map_tensors, tensors_in
 from nnscaler.runtime.tensor_values import same_bits
 

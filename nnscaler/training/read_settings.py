@@ -18,7 +18,7 @@ from typing import Any
 from nnscaler.errors import NnscalerError
 from nnscaler.plan_source import CompileRequest, check_plan, ranks_asked
 from nnscaler.pyproject_settings import SEEDS, Document, read_document
-from nnscaler.training.settings import HookSettings, TrainSettings
+from nnscaler.training.train_settings import HookSettings, TrainSettings
 
 SHORT: Mapping[str, str] = MappingProxyType(
     {

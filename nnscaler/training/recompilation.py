@@ -25,7 +25,7 @@ from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.training.cut_batch import DataPart
 from nnscaler.tracing.sample_inputs import BatchConstants
 from nnscaler.training.check_replicas import row_checksum
-from nnscaler.training.user_loop.module_changes import ModuleWatch
+from nnscaler.training.user_loop.tell_unfollowed_module_changes import ModuleWatch
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]  # of a global batch, by input
 Vouch = Callable[[Program], None]

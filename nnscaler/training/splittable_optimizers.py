@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from nnscaler.error_text import in_one_line
 from nnscaler.errors import NnscalerError
 from nnscaler.layout import Sharded, is_cut
-from nnscaler.runtime.training.saving.rank_tensors import StoredTensor
+from nnscaler.runtime.training.saving.rank_tensors_as_boxes import StoredTensor
 from nnscaler.training.functional_optimizer import (
     SIZES,
     OptimizerClass,

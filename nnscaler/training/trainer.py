@@ -44,13 +44,14 @@ from nnscaler.training.check_replicas import check_replicas
 from nnscaler.training.engine import Batch, Engine, start
 from nnscaler.training.local_ranks import STORE
 from nnscaler.training.loggers import Logger, StepProfiler, StepReport, ValidationReport, make_loggers, memory_in_use
+from nnscaler.training.loss_scaler import LossScaler, has_nonfinite, on_any_rank
 from nnscaler.training.read_settings import idle, ranks_of, settings_of
 from nnscaler.training.recompilation import Vouch
 from nnscaler.training.sample_order_and_loader import Loader, SampleOrder
 from nnscaler.training.saving.checkpoints import Checkpoints
+from nnscaler.training.saving.settings_overridden_by_checkpoint import LoadedSchedule, MadeGroups
 from nnscaler.training.saving.weights import as_user_error, load_weights
-from nnscaler.training.scaler import LossScaler, has_nonfinite, on_any_rank
-from nnscaler.training.settings import LoadedSchedule, MadeGroups, TrainSettings
+from nnscaler.training.train_settings import TrainSettings
 
 Ended = Literal["finished", "stopped", "interrupted", "not finite"]
 

@@ -29,7 +29,7 @@ from nnscaler.transform.plan import (
     describe_axes,
 )
 from nnscaler.transform.select_operations import select
-from nnscaler.transform.zero import resting
+from nnscaler.transform.zero_sharded_parameters import resting
 
 # The order transform: within what dependencies allow, run some operations before others.
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from nnscaler.errors import NnscalerError
+from nnscaler.ir.conversion_table_and_paths import find_path
 from nnscaler.ir.derive_operand_layouts import (
     even_or_balanced,
     explain_illegal_choice,
@@ -22,7 +23,6 @@ from nnscaler.ir.derive_operand_layouts import (
     output_states,
 )
 from nnscaler.ir.graph import Graph, Operation, is_free_name
-from nnscaler.ir.layout_conversion import find_path
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice, Chunk, RunInvariant, Split
 from nnscaler.layout import INVARIANT, Replicated

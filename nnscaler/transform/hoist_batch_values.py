@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from nnscaler.errors import NnscalerError
+from nnscaler.ir.conversion_table_and_paths import find_path
 from nnscaler.ir.derive_operand_layouts import input_states, output_states
 from nnscaler.ir.graph import Graph, Operation
-from nnscaler.ir.layout_conversion import find_path
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import PartitionedGraph, Placement, RunInvariant
 from nnscaler.layout import INVARIANT, SLICE, Replicated

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nnscaler.errors import NnscalerError
+from nnscaler.ir.conversion_table_and_paths import STEP, find_path
 from nnscaler.ir.derive_operand_layouts import (
     even_or_balanced,
     explain_illegal_choices,
@@ -24,7 +25,6 @@ from nnscaler.ir.derive_operand_layouts import (
     resolve,
 )
 from nnscaler.ir.graph import Graph, Operation
-from nnscaler.ir.layout_conversion import STEP, find_path
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
 from nnscaler.layout import (

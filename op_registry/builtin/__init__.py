@@ -4,19 +4,20 @@ To add an operator, add a line to a family's `SPECS` and a row to that family's 
 Importing this package needs no torch.
 """
 
-from op_registry.builtin.layers import (
+from op_registry.builtin import (
     attention_and_recurrent,
-    convolution_and_pooling,
-    loss,
-    normalisation,
-    resizing_and_grid_sampling,
-)
-from op_registry.builtin.numeric import elementwise, linear_algebra_fourier_complex, matmul, reductions
-from op_registry.builtin.tensors import (
     cat_and_split,
+    convolution_and_pooling,
+    elementwise,
     embedding_and_index_hooks,
     index,
+    linear_algebra_fourier_complex,
+    loss,
+    matmul,
+    normalisation,
     permute_repeat_pad,
+    reductions,
+    resizing_and_grid_sampling,
     views_and_factories,
 )
 from op_registry.spec import OperatorSpec

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from op_registry.builtin.numeric.elementwise import POLYNOMIALS
+from op_registry.builtin.elementwise import POLYNOMIALS
 from op_registry.call import DType
 from op_registry.samples.sample import B, C, F, I, P, S, Sample, Tensor, U
 

@@ -13,8 +13,9 @@ from torch import Tensor
 import verify
 from nnscaler.runtime.training import executor
 from nnscaler.runtime.training.gradients import accumulate_and_reduce as gradients
-from nnscaler.runtime.training.gradients import buckets, clipping
-from nnscaler.runtime.training.saving import checkpoint, shards_as_boxes
+from nnscaler.runtime.training.gradients import buckets
+from nnscaler.runtime.training.gradients import gradient_norm_and_clipping as clipping
+from nnscaler.runtime.training.saving import checkpoint, rank_tensors_as_boxes
 from tests.broken import models
 from tests.broken.planting import Edit, Original, compile_original
 from verify.programs.checks.input_and_outcome import LOCALISED
@@ -137,9 +138,9 @@ def test_a_checkpoint_without_buffers(monkeypatch: Patch, normed: Original) -> N
 
 
 def test_a_checkpoint_that_swaps_shards(monkeypatch: Patch, small_sharded: Original) -> None:
-    right = shards_as_boxes.logical_indices
+    right = rank_tensors_as_boxes.logical_indices
     monkeypatch.setattr(
-        shards_as_boxes,
+        rank_tensors_as_boxes,
         "logical_indices",
         lambda shape, states, sizes, at: right(shape, states, sizes, {a: sizes[a] - 1 - i for a, i in at.items()}),
     )

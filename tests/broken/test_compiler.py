@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from op_registry.builtin.tensors import embedding_and_index_hooks
+from op_registry.builtin import embedding_and_index_hooks
 
 import nnscaler
 import verify
 from nnscaler.codegen import role_writer
 from nnscaler.communication import cross_mesh_resharding, insert_conversions
-from nnscaler.ir import layout_conversion
-from nnscaler.ir.layout_conversion import ConversionRow
+from nnscaler.ir.conversion_table_and_paths import ROWS as TABLE
+from nnscaler.ir.conversion_table_and_paths import ConversionRow
 from nnscaler.layout import Invariant, Partial, Replicated, Sharded
 from nnscaler.runtime.training import backward, executor
 from nnscaler.runtime.training.gradients import accumulate_and_reduce as gradients
@@ -62,8 +62,8 @@ def test_rows_of_the_conversion_table(
     code: str,
     tensor: str,
 ) -> None:
-    row = layout_conversion.ROWS[source, target]
-    monkeypatch.setitem(layout_conversion.ROWS, (source, target), ConversionRow(function, row.forward, row.backward))
+    row = TABLE[source, target]
+    monkeypatch.setitem(TABLE, (source, target), ConversionRow(function, row.forward, row.backward))
     assert_refuted(program(), code, tensor)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nnscaler.ir.layout_conversion import ROWS
+from nnscaler.ir.conversion_table_and_paths import ROWS
 from nnscaler.runtime.program.load_python import load_user_module
 from tests.random_plans import (
     IN_PIECES,

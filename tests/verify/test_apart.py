@@ -13,9 +13,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nnscaler.errors import NnscalerError
-from verify.processes import subprocess_isolation as apart
-from verify.processes.pool import Died, TimedOut
-from verify.processes.subprocess_isolation import run_apart
+from verify import child_processes as apart
+from verify.child_processes import Died, TimedOut, run_apart
 
 pytestmark = pytest.mark.apart
 

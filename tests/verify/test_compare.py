@@ -14,14 +14,14 @@ from nnscaler.runtime.stage_base_class import Stage
 from nnscaler.runtime.tensor_values import difference, family_scale, largest
 from nnscaler.tracing.sample_inputs import flatten_inputs
 from verify import Verdict
-from verify.programs.execution.compare_variables import Variable, compare_variable
-from verify.programs.reference.eager import (
+from verify.programs.eager_reference import (
     logical_state,
     measure_condition,
     moved_model,
     randomise_parameters,
     run_reference,
 )
+from verify.programs.execution.compare_variables import Variable, compare_variable
 from verify.results.tolerance import Tolerance
 
 KEY = ("gradient", 0, "w")

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from op_registry.registry import default_registry
-from op_registry.spec import OperatorSpec, SchemaParameter, SourceLocation
+from op_registry.source_location import SourceLocation
+from op_registry.spec import OperatorSpec, SchemaParameter
 
 from nnscaler.ir.placement import Split
 from tests.sampling import every

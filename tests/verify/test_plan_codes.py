@@ -13,9 +13,9 @@ from verify.programs.checks import losses
 from verify.programs.checks.compare_gradients_and_state import check_coverage
 from verify.programs.checks.input_and_outcome import Comparison
 from verify.programs.checks.logical_tensors import Holding
+from verify.programs.eager_reference import Trajectory
 from verify.programs.execution.record_rank_steps import RankResult
 from verify.programs.execution.run_on_backend import Failure, finding_of
-from verify.programs.reference.eager import Trajectory
 from verify.programs.source_map import SourceMap
 from verify.programs.typing import check_program
 from verify.results.tolerance import Tolerance

@@ -20,9 +20,8 @@ from nnscaler.errors import NnscalerError
 from nnscaler.plan_source import SEARCH
 from nnscaler.transform.plan import Plan
 from verify.programs.request import WORDS, PlanRequest, make_token
-from verify.results.packed_json import LONGEST, Damaged, pack, unpack
 from verify.results.report import environment
-from verify.results.request_token import RequestToken, Source
+from verify.results.tokens import LONGEST, Damaged, RequestToken, Source, pack, unpack
 
 MODEL = """
 import torch

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from op_registry.spec import SourceLocation
+from op_registry.source_location import SourceLocation
 
 from verify import Check, Finding, Report, Verdict
 from verify.report_formats import FORMATS

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from op_registry.spec import SourceLocation
+from op_registry.source_location import SourceLocation
 
 from nnscaler.cli.main import main
 from nnscaler.cli.options import MACHINE_FORMATS, TEXT_FORMATS, OutputFormat, add_report_options

@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 import torch
 
-from op_registry.spec import SourceLocation
+from op_registry.source_location import SourceLocation
 
 import verify
 from verify import Check, Finding, Report, Verdict

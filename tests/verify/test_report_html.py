@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from op_registry.spec import SourceLocation
+from op_registry.source_location import SourceLocation
 
 from nnscaler.manifest import Bar, CommunicationProfile, CommunicationTotal, StageMemory, TimelineRow, TimelineRows
+from nnscaler.performance.timeline_events import DeviceRanks, Event, StepEvents
 from nnscaler.records_as_json import RecordError, decode, encode
-from nnscaler.timeline_events import DeviceRanks, Event, StepEvents
 from verify import Check, Finding, Report, Verdict
 from verify.report_formats import FORMATS
 from verify.report_formats.html.communication_lane import pictured

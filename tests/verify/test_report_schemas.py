@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import jsonschema
 import pytest
 
-from op_registry.spec import SourceLocation
+from op_registry.source_location import SourceLocation
 
 from verify import Check, Finding, Report, Verdict
 from verify.report_formats import FORMATS

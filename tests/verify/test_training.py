@@ -18,8 +18,7 @@ from nnscaler.runtime import ExecutorSettings, ProgramError, RankExecutor, Simul
 from nnscaler.runtime.program.program_directory import ProgramDirectory, read_program
 from nnscaler.runtime.training.saving import checkpoint
 from nnscaler.runtime.training.saving.checkpoint import load_checkpoint, save_checkpoint
-from nnscaler.runtime.training.saving.rank_tensors import StoredTensor
-from nnscaler.runtime.training.saving.shards_as_boxes import leads
+from nnscaler.runtime.training.saving.rank_tensors_as_boxes import StoredTensor, leads
 from nnscaler.tracing.float64_run import exact
 from tests.sampling import every
 

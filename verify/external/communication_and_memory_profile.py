@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
 
+from op_registry.call import dtype_name
+
 from nnscaler.communication.communication_volume import CollectiveClass, StepCommunication
 from nnscaler.communication.stage_communication_calls import CallClass
 from nnscaler.manifest import CommunicationProfile, StageMemory, When
@@ -39,7 +41,7 @@ def communication_profile(
                     phase=direction,
                     stage=0,
                     axis=axes_of(program, call.group),
-                    dtype=str(call.dtype).removeprefix("torch."),
+                    dtype=dtype_name(call.dtype),
                     bytes=call.bytes,
                     members=(),
                     module=program.name,

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from verify.external.comparison.replicas_under_dropout import draws, draws_besid
 from verify.external.comparison.replicas_under_dropout import finding as of_dropout
 from verify.external.observe_rank_run import RankRecord, observe
 from verify.external.program import ExternalProgram
-from verify.external.ranks.run import RankRun, RanksFailed, run_ranks, run_ranks_isolated
+from verify.external.ranks.run import RankRun, RanksFailed, run_ranks
 from verify.external.reference import PlainReference, data_part, data_parts, piece_of_step, run_reference
 from verify.external.unequal_label_counts import NAME as LABELS
 from verify.external.unequal_label_counts import unequal_labels
@@ -100,7 +100,7 @@ class ExternalCase:
                 return error
 
         with _quiet():
-            run = self._runner()(guarded, self.program.ranks, self.how.executor, timeout=self.how.timeout)
+            run = self._run(guarded, self.program.ranks)
         for result in run.results:
             if isinstance(result, NnscalerError):
                 raise result
@@ -109,11 +109,11 @@ class ExternalCase:
     def alone(self, function: Callable[[int], T]) -> T:
         """Call a function, with 0, where ranks run, and without any process group. Raises RanksFailed."""
         with _quiet():
-            run = self._runner()(function, 1, self.how.executor, initialise=False, timeout=self.how.timeout)
-        return cast(T, run.results[0])
+            return self._run(function, 1, initialise=False).results[0]
 
-    def _runner(self) -> Callable[..., RankRun[Any]]:
-        return run_ranks_isolated if self.how.isolate and self.how.executor == "simulator" else run_ranks
+    def _run(self, function: Callable[[int], T], ranks: int, initialise: bool = True) -> RankRun[T]:
+        how = self.how
+        return run_ranks(function, ranks, how.executor, initialise=initialise, isolate=how.isolate, timeout=how.timeout)
 
     def compare(
         self, records: tuple[RankRecord, ...], tolerance: Tolerance
@@ -263,8 +263,9 @@ class ExternalCase:
                 return None
             cause = "a step draws random numbers, which are others on ranks that see other rows"
             help = "draw them in `batch()`, whose rows are divided, or take them out: else a difference says nothing"
-        checks = tuple(replace(c, verdict=Verdict.INCONCLUSIVE, refuted=0) if c.refuted else c for c in checks)
-        return checks, tuple(replace(finding, code="not_compared", cause=cause, help=help) for finding in found)
+        return tuple(check.undecided() for check in checks), tuple(
+            replace(finding, code="not_compared", cause=cause, help=help) for finding in found
+        )
 
     def of_equal_parts(self) -> tuple[Check, Finding] | None:
         """Return what is open where every data part has the gradients of the whole batch, so that an average over the

@@ -18,6 +18,8 @@ from typing import Any
 
 from torch import nn
 
+from op_registry.source_location import definition_of
+
 from nnscaler.errors import NnscalerError, SourceLocation
 from nnscaler.model_file import find_target, import_user_file, user_function
 from verify.external.program import ExternalProgram, default_step
@@ -127,7 +129,7 @@ def load_check_file(target: str, *, ranks: int | None = None, mesh: str | None =
         name=f"{path.name}::{named}" if named else path.name,
         model=_made_by_user(path, "model"),
         batch=_made_by_user(path, "batch"),
-        parallelize=_required(functions, "parallelize"),
+        parallelize=_parallelize(functions),
         mesh=axes,
         data_axes=data_axes,
         step=functions["step"] or default_step,
@@ -137,14 +139,14 @@ def load_check_file(target: str, *, ranks: int | None = None, mesh: str | None =
         clip=functions["clip"],
         names=_names(reader),
         reference=_reference(reader),
-        where=_place_of(_required(functions, "parallelize")) or reader.place(chosen),
-        batch_where=_place_of(reader.get("batch")) or reader.place("batch"),
+        where=definition_of(_parallelize(functions)) or reader.place(chosen),
+        batch_where=definition_of(reader.get("batch")) or reader.place("batch"),
     )
     return CheckFile(program, tuple(notes))
 
 
-def _required(functions: Mapping[str, Callable[..., Any] | None], name: str) -> Callable[..., Any]:
-    found = functions[name]
+def _parallelize(functions: Mapping[str, Callable[..., Any] | None]) -> Callable[..., Any]:
+    found = functions["parallelize"]
     assert found is not None, "`_function` refuses a file without it"
     return found
 
@@ -328,17 +330,6 @@ def _notes_on_slips(reader: _CheckFileReader) -> list[str]:
         if near and name not in (*FUNCTIONS, *VALUES):
             told.append(f"{reader.path.name} defines `{name}`, which is not read: a check file may have `{near[0]}`")
     return told
-
-
-def _place_of(function: Callable[..., Any]) -> SourceLocation | None:
-    """Return where a function is defined, which may be another file; None where Python cannot tell."""
-    try:
-        plain = inspect.unwrap(function)
-        file = inspect.getsourcefile(plain)
-        lines, number = inspect.getsourcelines(plain)
-    except (TypeError, OSError):
-        return None
-    return None if file is None else SourceLocation(file, number, lines[0].strip())
 
 
 def _described(value: Any) -> str:

@@ -34,7 +34,7 @@ from verify.external.reference import (
 )
 from verify.external.torchrun.cuda_on_cpu import OnCpu
 from verify.external.untrained_copies import without_copies
-from verify.programs.reference.eager import Kind, state_of
+from verify.programs.eager_reference import Kind, state_of
 
 
 @dataclass(frozen=True)
@@ -311,11 +311,13 @@ def _sparse(parameters: Sequence[tuple[str, Tensor]], program: ExternalProgram) 
 
 def _whole(value: Any) -> Tensor | None:
     """Return a scalar as it is for the whole mesh; None where there is none."""
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        return None
+    return whole_scalar(value) if isinstance(value, Tensor) and value.numel() == 1 else None
+
+
+def whole_scalar(value: Tensor) -> Tensor:
+    """Return a scalar as it is for the whole mesh."""
     whole = value.detach()
-    whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
-    return local_value(whole).reshape(()).clone()
+    return local_value(whole.full_tensor() if isinstance(whole, DTensor) else whole).reshape(()).clone()
 
 
 def optimizer_of(program: ExternalProgram, made: Any, learning_rate: float) -> torch.optim.Optimizer:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from op_registry.spec import SourceLocation
+from op_registry.source_location import SourceLocation
 
 Batch = Any  # a tensor, or a tuple, list, mapping or dataclass (nested) of tensors and other values
 Step = Callable[[Any, Batch], Tensor | None]

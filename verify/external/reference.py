@@ -20,7 +20,7 @@ from nnscaler.tracing.float64_run import convert_floats, exact, exact_dtype, run
 from verify.external.parameter_mapping import Lookup, StateMap, give
 from verify.external.program import Batch, ExternalProgram
 from verify.external.torchrun.cuda_on_cpu import OnCpu
-from verify.programs.reference.eager import (
+from verify.programs.eager_reference import (
     choose_learning_rate,
     first_not_finite,
     logical_state,

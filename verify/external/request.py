@@ -17,8 +17,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.precision import FLOATS
 from nnscaler.model_file import find_target
 from verify.programs.request import Level
-from verify.results.packed_json import WordKind
-from verify.results.request_token import RequestToken, RequestWords, Source
+from verify.results.tokens import RequestToken, RequestWords, Source, WordKind
 
 EXECUTORS = ("simulator", "gloo", "both")
 REFERENCES = ("whole", "parts")
@@ -227,3 +226,30 @@ def make_token(request: ExternalRequest) -> RequestToken:
 def script_file(script: str) -> Path | None:
     """Return the Python file among a script's words; None where none of them is one, as with `-m module`."""
     return next((Path(word) for word in split(script) if word.endswith(".py") and Path(word).is_file()), None)
+
+
+def words_of_script(script: str) -> tuple[str, ...]:
+    """Return what follows torchrun's own options: a file or `-m` and a module, and the script's arguments.
+
+    Raises NnscalerError `usage`, `no_such_file`.
+    """
+    help = "--torchrun 'train.py --size 4', or '-m package.module'"
+    try:
+        words = split(script)
+    except ValueError as error:
+        raise NnscalerError("usage", f"the script {script!r} cannot be read: {error}", help=help) from None
+    if not words:
+        raise NnscalerError("usage", "--torchrun names no script", help=help)
+    after = "write what follows torchrun's own options: --torchrun 'train.py --lr 0.1'"
+    if words[0] == "-m":
+        if len(words) < 2:
+            raise NnscalerError("usage", "-m names no module", help=after)
+        return tuple(words)
+    if words[0].startswith("-") or words[0] == "torchrun":
+        raise NnscalerError("usage", f"--torchrun begins with {words[0]!r}, which is no script", help=after)
+    if script_file(script) is None:
+        raise NnscalerError("no_such_file", f"there is no script {words[0]!r}", help=help)
+    if not Path(words[0]).is_file():
+        named = "name the script that torchrun starts"
+        raise NnscalerError("no_such_file", f"there is no file {words[0]!r}", help=named)
+    return tuple(words)

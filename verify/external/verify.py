@@ -14,6 +14,7 @@ from op_registry.call import dtype_name
 
 from nnscaler.error_text import first_line
 from nnscaler.errors import few
+from verify.external.check_saving import check_saving
 from verify.external.communication_and_memory_profile import communication_profile, memory, notes_of
 from verify.external.comparison.comparison_records import ComparisonResult
 from verify.external.comparison.findings import findings
@@ -25,7 +26,6 @@ from verify.external.program import Batch, ExternalProgram
 from verify.external.ranks.attention_and_float64_of_torch import exact_throughout, register_attention
 from verify.external.ranks.run import RankRun, RanksFailed
 from verify.external.reference import check_rows, copied, initial_model, run_reference
-from verify.external.saving.check import check_saving
 from verify.external.torchrun.cuda_on_cpu import WITHOUT_GPU, asks_for_gpu, cuda_is_the_cpu
 from verify.external.untrained_copies import COPY
 from verify.results.finding import Finding
@@ -161,12 +161,8 @@ def _float64_alone(run: Run, dtypes: list[str], outcomes: list[Outcome]) -> tupl
     narrow = others[0] if others else run(torch.float32, wide.ran.results)
     if not merge(check.verdict for check in narrow.checks).passes:
         return dtypes, outcomes
-    checks = [
-        replace(check, verdict=Verdict.INCONCLUSIVE, refuted=0) if check.verdict is Verdict.REFUTED else check
-        for check in wide.checks
-    ]
     found = [replace(f, code="float64_alone", message=f"{f.message}, and in float32 it is") for f in wide.findings]
-    undecided = replace(wide, checks=tuple(checks), findings=tuple(found))
+    undecided = replace(wide, checks=tuple(check.undecided() for check in wide.checks), findings=tuple(found))
     if others:
         return dtypes, [undecided, *outcomes[1:]]
     return [*dtypes, "float32"], [undecided, *outcomes[1:], narrow]

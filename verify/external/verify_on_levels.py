@@ -6,6 +6,7 @@ import logging
 from dataclasses import replace
 
 from nnscaler.error_text import in_one_line
+from verify.child_processes import Died, Done, Note, Raised, run_tasks
 from verify.external.comparison.compare import LATE
 from verify.external.differential_run import ExternalSettings
 from verify.external.program import ExternalProgram
@@ -13,7 +14,6 @@ from verify.external.proof.prove import ExternalProof, prove_external
 from verify.external.ranks.attention_and_float64_of_torch import register_attention
 from verify.external.request import ExternalRequest
 from verify.external.verify import TOOL, Progress, verify_and_name
-from verify.processes.pool import Died, Done, Note, Raised, run_forked, run_here, why_not_fork
 from verify.results.finding import Finding
 from verify.results.report import Check, Report, environment
 from verify.results.verdict import Verdict
@@ -76,7 +76,7 @@ def _prove(program: ExternalProgram, timeout: float) -> ExternalProof:
         logging.getLogger("torch").setLevel(logging.CRITICAL)  # what cannot be traced is told once, in the reason
         return prove_external(program)
 
-    (event,) = run_forked([task], 1, timeout) if why_not_fork() is None else run_here([task])
+    (event,) = run_tasks([task], 1, timeout)
     if isinstance(event, Done):
         return event.result
     if isinstance(event, Raised):
@@ -109,7 +109,7 @@ def _beside(report: Report, proof: ExternalProof) -> Report:
         return replace(report, checks=(*report.checks, _check(proof)), notes=notes, seconds=seconds)
     if proof.verdict is not Verdict.REFUTED:
         return replace(report, notes=(*report.notes, f"not proved: {proof.reason}"), seconds=seconds)
-    check = replace(_check(proof), verdict=Verdict.INCONCLUSIVE, refuted=0, detail="it contradicts the run")
+    check = replace(_check(proof).undecided(), detail="it contradicts the run")
     found = tuple(replace(finding, help=finding.help or _CONTRADICTION) for finding in proof.findings)
     return replace(report, checks=(*report.checks, check), findings=(*report.findings, *found), seconds=seconds)
 

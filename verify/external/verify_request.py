@@ -9,7 +9,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from shlex import split
 from typing import TYPE_CHECKING, Any
 
 from nnscaler.atomic_writes import check_temporary, write_text
@@ -23,17 +22,17 @@ from verify.external.request import (
     ExternalRequest,
     check_values,
     make_token,
-    script_file,
+    words_of_script,
 )
 from verify.programs.subject import RunContext
 from verify.results.finding import Finding
-from verify.results.packed_json import reproduce_line
 from verify.results.report import Check, Report, environment
+from verify.results.tokens import reproduce_line
 from verify.results.verdict import Verdict
 
 if TYPE_CHECKING:
+    from verify.child_processes import Event, Note, Task
     from verify.external.program import ExternalProgram
-    from verify.processes.pool import Event, Note, Task
 
 _RUNS = 6  # of a program in its own time each, at most: in each dtype, and with each repair that is tried
 
@@ -80,19 +79,7 @@ def check_usage(request: ExternalRequest) -> None:
     if request.kind == "file":
         find_target(request.target, EXAMPLE)
     elif request.script is not None:
-        _check_script(request.script)
-
-
-def _check_script(script: str) -> None:
-    help = "--torchrun 'train.py --size 4', or '-m package.module'"
-    try:
-        words = split(script)
-    except ValueError as error:
-        raise NnscalerError("usage", f"the script {script!r} cannot be read: {error}", help=help) from None
-    if not words:
-        raise NnscalerError("usage", "--torchrun names no script", help=help)
-    if words[0] != "-m" and script_file(script) is None:
-        raise NnscalerError("no_such_file", f"there is no script {words[0]!r}", help=help)
+        words_of_script(request.script)
 
 
 def _verify_file(request: ExternalRequest, context: RunContext) -> Report:
@@ -112,12 +99,11 @@ def _verify(program: ExternalProgram, request: ExternalRequest, context: RunCont
 def _verify_script(request: ExternalRequest, context: RunContext) -> Report:
     from verify.external.torchrun.verify import verify_script
 
-    words = split(request.script or "")
     if request.ranks is None:
         context.say(f"{DEFAULT_RANKS} ranks, for --ranks was not given")
     ranks = request.ranks or DEFAULT_RANKS
     return verify_script(
-        words,
+        words_of_script(request.script or ""),
         ranks=ranks,
         steps=request.steps,
         timeout=request.timeout,
@@ -130,9 +116,9 @@ def _verify_script(request: ExternalRequest, context: RunContext) -> Report:
 
 
 def _verify_library(request: ExternalRequest, context: RunContext) -> list[Report]:
+    from verify.child_processes import Done, Raised, run_tasks
     from verify.external.transformers.expand_requests import expand, is_without_plan
     from verify.external.transformers.lint_and_repair_plan import verify_plan_of_library
-    from verify.processes.pool import Done, Raised, run_forked, run_here, why_not_fork
 
     requests = expand(request)
     if len(requests) == 1:
@@ -151,7 +137,7 @@ def _verify_library(request: ExternalRequest, context: RunContext) -> list[Repor
     limit = _RUNS * request.timeout
     found: dict[int, Report] = {}
     without = 0
-    for event in run_forked(tasks, workers, limit) if why_not_fork() is None else run_here(tasks):
+    for event in run_tasks(tasks, workers, limit):
         one = requests[event.index]
         if isinstance(event, Raised) and isinstance(event.error, NnscalerError) and is_without_plan(event.error):
             without += 1
@@ -187,7 +173,7 @@ def _emit(
 
 def _lost(request: ExternalRequest, event: Event[Report]) -> Report:
     """Make the report on a program that gave none: it could not be made, or its process ended."""
-    from verify.processes.pool import Died, Raised, TimedOut
+    from verify.child_processes import Died, Raised, TimedOut
 
     facts: dict[str, str] = {}
     where, help = None, None
@@ -199,9 +185,8 @@ def _lost(request: ExternalRequest, event: Event[Report]) -> Report:
         code, message, facts = "internal_error", str(event.error), {"traceback": event.text.strip()}
     else:
         assert isinstance(event, Died | TimedOut)
-        ended = event.how if isinstance(event, Died) else f"still running after {event.seconds:.0f} s"
         code = "item_died" if isinstance(event, Died) else "item_timed_out"
-        message, facts = ended, {"running": event.note or "its first step"}
+        message, facts = event.how, {"running": event.note or "its first step"}
     name = " ".join((request.target, *_sizes(request), *(f"--set {text}" for text in request.settings)))
     finding = Finding(code, f"`{name}`: {message}", where, facts, help=help)
     check = Check("ran to its end", Verdict.INCONCLUSIVE, 0, detail=finding.message)

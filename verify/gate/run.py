@@ -16,11 +16,20 @@ from pathlib import Path
 from typing import TypeVar
 
 from nnscaler.errors import NnscalerError
+from verify.child_processes import (
+    Died,
+    Done,
+    Note,
+    Raised,
+    Task,
+    TimedOut,
+    run_tasks,
+    why_not_fork,
+)
 from verify.gate.items import ExternalItem, Item, OpItem, OpSource, PlanItem
 from verify.gate.outcome import ItemResult
 from verify.gate.run_order import Phase, State, Unit, batches, first_units, other_units
 from verify.gate.verify_item import list_operators, without_repeats
-from verify.processes.pool import Died, Done, Event, Note, Raised, Task, TimedOut, run_forked, run_here, why_not_fork
 from verify.results.finding import Finding
 from verify.results.report import Check, Report, environment
 from verify.results.verdict import Verdict
@@ -74,7 +83,7 @@ def find_operators(sources: Sequence[OpSource], folder: Path, clock: Clock) -> t
         if left < LEAST:
             failed.append(not_run(source.name, "verify-op", source.seed, "budget"))
             continue
-        for event in _events([task], 1, source.timeout, left):
+        for event in run_tasks([task], 1, source.timeout, wall=left):
             if isinstance(event, Done):
                 items += event.result
             else:
@@ -114,7 +123,7 @@ def _run_batch(batch: Sequence[Unit], clock: Clock, perform: Perform) -> Runs:
     if left < LEAST:
         return
     tasks = [_performing(unit, perform) for unit in batch]
-    with closing(_events(tasks, len(batch), batch[0].item.timeout + GRACE, left)) as events:
+    with closing(run_tasks(tasks, len(batch), batch[0].item.timeout + GRACE, wall=left)) as events:
         for event in events:
             unit = batch[event.index]
             if isinstance(event, Done):
@@ -127,11 +136,6 @@ def _run_batch(batch: Sequence[Unit], clock: Clock, perform: Perform) -> Runs:
 
 def _performing(unit: Unit, perform: Perform) -> Task[ItemResult]:
     return lambda note: perform(unit.item, unit.phase, note)
-
-
-def _events(tasks: Sequence[Task[T]], workers: int, limit: float, left: float) -> Generator[Event[T], None, None]:
-    """Run the units, in child processes where possible. `left`: of the budget, which is time on the wall."""
-    yield from run_forked(tasks, workers, limit, wall=left) if why_not_fork() is None else run_here(tasks)
 
 
 def registered_later(results: Iterable[ItemResult], known: Iterable[Item]) -> list[OpItem]:
@@ -223,7 +227,7 @@ def _lost(name: str, tool: str, seed: int, event: Died | TimedOut | Raised | Don
         help = "killed by SIGKILL is mostly the system, out of memory" if "SIGKILL" in event.how else None
     else:
         assert isinstance(event, TimedOut)
-        code, message = "item_timed_out", f"`{name}` was still running after {seconds:.0f} s"
+        code, message = "item_timed_out", f"`{name}` was {event.how}"
         facts, help = {"running": event.note or "its first step"}, 'timeout = "600s" in the settings gives it longer'
     finding = Finding(code, message, where, facts, cause, help)
     report = replace(_bare(name, tool, seed, finding), seconds=seconds)

@@ -10,20 +10,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from op_registry.spec import SourceLocation
+from op_registry.source_location import SourceLocation
 
-from verify.processes.pool import LASTING
+from verify.child_processes import LASTING
 from verify.programs.checks.input_and_outcome import LOCALISED, CheckOutcome
+from verify.programs.eager_reference import Trajectory
 from verify.programs.prepare_verification import Prepared
 from verify.programs.proof import Proof
-from verify.programs.reference.eager import Trajectory
 from verify.programs.request import WORDS, PlanRequest, make_token
 from verify.programs.training.compare_delayed_sgd import semantics_of
 from verify.programs.typing.program_files.check_manifest import NAME as STATE_CHECK
 from verify.programs.typing.program_files.compare_operator_files import NAME as OPERATORS_CHECK
 from verify.results.finding import Finding
-from verify.results.packed_json import reproduce_line
 from verify.results.report import Check, Report, environment
+from verify.results.tokens import reproduce_line
 from verify.results.typed_attachments import Attachments
 from verify.results.verdict import Verdict
 

@@ -38,10 +38,10 @@ from nnscaler.transform.plan import (
     Step,
 )
 from verify.programs.checks.logical_tensors import by_rank, holdings_of, put_together
+from verify.programs.eager_reference import Trajectory, gradient_value
 from verify.programs.execution.record_rank_steps import RankResult, Task
 from verify.programs.execution.run_on_backend import Failure, run_simulator
 from verify.programs.opened_program import OpenedProgram, open_program
-from verify.programs.reference.eager import Trajectory, gradient_value
 from verify.results.verdict import Verdict
 
 # Test cheaply whether a plan fails: compile, run one step on the simulator, compare loss and gradients.

@@ -23,9 +23,9 @@ from nnscaler.tracing import Traced, trace
 from nnscaler.tracing.export.module_copies import copied
 from nnscaler.tracing.sample_inputs import SampleInputs, flatten_inputs
 from nnscaler.transform.plan import Plan
+from verify.programs.eager_reference import randomise_parameters, record_draws
 from verify.programs.opened_program import OpenedProgram, open_program
-from verify.programs.reference.eager import randomise_parameters, record_draws
-from verify.programs.reference.program_draws import Draw, UnmatchedDraws, draws_of, match_draws
+from verify.programs.program_draws import Draw, UnmatchedDraws, draws_of, match_draws
 from verify.programs.request import PlanRequest
 from verify.programs.subject import PlanSubject, RunContext
 

@@ -15,8 +15,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.precision import FLOATS
 from nnscaler.model_file import find_target
 from nnscaler.plan_source import CompileRequest, is_words, plan_text, schedule_file
-from verify.results.packed_json import WordKind
-from verify.results.request_token import RequestToken, RequestWords, Source
+from verify.results.tokens import RequestToken, RequestWords, Source, WordKind
 
 if TYPE_CHECKING:
     pass

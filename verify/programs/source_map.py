@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from op_registry.spec import SourceLocation
+from op_registry.source_location import SourceLocation
 
 from nnscaler.ir.graph import Graph
 from nnscaler.runtime.training.observe_intermediate_tensors import assigned_names

@@ -31,15 +31,7 @@ from verify.programs.checks import resume, run_checks, steps_with_other_scale_or
 from verify.programs.checks.input_and_outcome import LOCALISED, CheckOutcome, Comparison, outcome_of
 from verify.programs.checks.losses import check_forward_only
 from verify.programs.checks.resume import check_other_plan
-from verify.programs.execution.record_rank_steps import Task
-from verify.programs.execution.run_on_backend import Failure, run_program
-from verify.programs.lemmas.operators_of_users import check_operators_alone
-from verify.programs.localise import localise_apart
-from verify.programs.low_precision import NoiseRow, low_precision_outcomes
-from verify.programs.minimise_plan import PlanTrial, minimise
-from verify.programs.prepare_verification import Prepared, prepare
-from verify.programs.proof import Proof, ProofOptions, combine, prove_program
-from verify.programs.reference.eager import (
+from verify.programs.eager_reference import (
     ReferenceSettings,
     Trajectory,
     logical_state,
@@ -47,7 +39,15 @@ from verify.programs.reference.eager import (
     not_finite,
     run_reference,
 )
-from verify.programs.reference.program_draws import UnmatchedDraws
+from verify.programs.execution.record_rank_steps import Task
+from verify.programs.execution.run_on_backend import Failure, run_program
+from verify.programs.lemmas.operators_of_users import check_operators_alone
+from verify.programs.localise import localise_apart
+from verify.programs.low_precision import NoiseRow, low_precision_outcomes
+from verify.programs.minimise_plan import PlanTrial, minimise
+from verify.programs.prepare_verification import Prepared, prepare
+from verify.programs.program_draws import UnmatchedDraws
+from verify.programs.proof import Proof, ProofOptions, combine, prove_program
 from verify.programs.request import PlanRequest, check_values
 from verify.programs.rerun_with_other_scale_or_labels import Beside, failed, make_comparison, make_task, plan_trials
 from verify.programs.source_map import SourceMap

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from op_registry.call import dtype_name
+
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.precision import FLOATS
 from nnscaler.tracing.models_with_added_loss import LossFunction, recorded_loss, with_loss
@@ -90,7 +92,7 @@ def verify_plan(
 
 def _name_of(dtype: torch.dtype) -> str:
     """Return its name where a run can have it, else the text for the message that refuses it."""
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     return name if name in FLOATS else str(dtype)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
-from verify.report_formats import concise, full, github, html, json_text, junit, sarif
+from verify.report_formats import full_and_concise, github, html, json_text, junit, sarif
 from verify.results.report import Report
 from verify.results.styled_line import StyledLine
 
@@ -23,8 +23,8 @@ class Format(Protocol):
 
 FORMATS: Mapping[str, Format] = MappingProxyType(
     {
-        "full": full.render,
-        "concise": concise.render,
+        "full": full_and_concise.render,
+        "concise": full_and_concise.render_concise,
         "json": json_text.render,
         "jsonl": json_text.render_lines,
         "junit": junit.render,

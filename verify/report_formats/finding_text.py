@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 
-from op_registry.spec import SourceLocation
+from op_registry.source_location import SourceLocation
 
 from verify.results.finding import Finding
 from verify.results.styled_line import StyledLine, plain

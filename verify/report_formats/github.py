@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from verify.report_formats.concise import one_line
 from verify.report_formats.finding_text import finding_lines
+from verify.report_formats.full_and_concise import one_line
 from verify.report_formats.machine_format_findings import ReportedFinding, problems, relative
 from verify.results.report import Report, totals
 from verify.results.styled_line import StyledLine, counts, last_line, plain

@@ -10,9 +10,8 @@ from collections import Counter
 from collections.abc import Sequence
 from xml.etree import ElementTree
 
-from verify.report_formats.concise import one_line
 from verify.report_formats.finding_text import finding_lines
-from verify.report_formats.full import check_line
+from verify.report_formats.full_and_concise import check_line, one_line
 from verify.report_formats.machine_format_findings import findings_by_check, findings_of
 from verify.results.finding import Finding
 from verify.results.report import Check, Report, totals

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote
 
-from op_registry.spec import SourceLocation
+from op_registry.source_location import SourceLocation
 
 from verify.report_formats.finding_text import finding_lines
 from verify.report_formats.machine_format_findings import ReportedFinding, as_uri, problems, relative

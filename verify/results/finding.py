@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from op_registry.spec import SourceLocation
+from op_registry.source_location import SourceLocation
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,6 +73,10 @@ class Check:
             failures=" ".join(filter(None, (self.failures, other.failures))),
         )
 
+    def undecided(self) -> Check:
+        """Return the check, one that decides nothing where it refutes."""
+        return replace(self, verdict=Verdict.INCONCLUSIVE, refuted=0) if self.verdict is Verdict.REFUTED else self
+
 
 @dataclass(frozen=True)
 class Report:

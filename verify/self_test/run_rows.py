@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
 
-from verify.processes.pool import Died, Event, Note, Raised, TimedOut, run_forked
-from verify.processes.subprocess_isolation import can_run_apart
+from verify.child_processes import Died, Event, Note, Raised, TimedOut, can_run_apart, run_forked
 from verify.results.styled_line import StyledLine, plain
 
 Row = TypeVar("Row")

@@ -20,8 +20,8 @@ from nnscaler.cli.options import (
 )
 from nnscaler.cli.output.communication_profile import bytes_text, text_table
 from nnscaler.errors import NnscalerError
+from nnscaler.performance.timeline_events import Event, StepEvents, call_sums, covered
 from nnscaler.plan_source import CompileRequest
-from nnscaler.timeline_events import Event, StepEvents, call_sums, covered
 
 if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console

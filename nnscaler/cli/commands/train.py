@@ -22,7 +22,7 @@ from nnscaler.is_user_file import OURS
 if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console
     from nnscaler.codegen.compiled_program import Program
-    from nnscaler.training.settings import TrainSettings
+    from nnscaler.training.train_settings import TrainSettings
     from nnscaler.training.trainer import Result, Trainer
 
 _TOGETHER = (ExitCode.VERIFIED, ExitCode.INCONCLUSIVE, ExitCode.INTERRUPTED)  # with which all ranks of a run end

@@ -14,9 +14,9 @@ from op_registry.rank_expression import Expression
 from op_registry.registry import facts_of
 from op_registry.spec import Refusal
 
+from nnscaler.ir.conversion_table_and_paths import shape_of_rank
 from nnscaler.ir.derive_operand_layouts import explain_illegal_choices, input_layouts, output_layouts, shards_of
 from nnscaler.ir.graph import Graph, Operation
-from nnscaler.ir.layout_conversion import shape_of_rank
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice, RunInvariant, Split
 from nnscaler.layout import local_shape

@@ -99,8 +99,8 @@ class CostModel(Protocol):
     def collective(self, kind: Collective, size: float, ranks: AxisPlace) -> float:
         """Return the seconds of one call by every rank of the axis.
 
-        `size`: bytes of the tensor whole along the axis, as in `nnscaler.ir.layout_conversion.volume`; of the message,
-        for `send` to the next rank of the axis.
+        `size`: bytes of the tensor whole along the axis, as in `volume` of `nnscaler.ir.conversion_table_and_paths`; of
+        the message, for `send` to the next rank of the axis.
         """
 
     def copied(self, size: float) -> float:

@@ -67,9 +67,7 @@ dimension, are shared by all layers, and give a proof.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from nnscaler.error_text import first_line
@@ -92,6 +90,7 @@ from nnscaler.planning.solver.problem import Infeasible
 from nnscaler.transform.balanced_cuts_at_module_borders import describe_modules
 from nnscaler.transform.complete_plan import follow_batch
 from nnscaler.transform.plan import DP, Plan
+from nnscaler.without_garbage_collection import without_garbage_collection
 
 INFINITE = float("inf")
 DOUBLINGS, HALVINGS = 10, 4  # of a limit of memory, to find one that is enough
@@ -164,7 +163,7 @@ def find_plan(
     def permitted(cp: int) -> bool:
         return any(map(kept.permits, space_of(cp).subject.space(cluster.devices)))
 
-    with _without_collector():
+    with without_garbage_collection():
         spaces = [space_of(cp) for cp in contexts(graph, signatures, cluster.devices, permitted)]
         finer = [(space, space.subject.cut_within_layers()) for space in spaces]
         spaces += [replace(space, subject=cut) for space, cut in finer if cut is not None]
@@ -221,19 +220,6 @@ def _fastest(searched: Sequence[tuple[_Space, Search]], limit: float) -> Found:
         )
         return Found(plan, certificate(space.subject, whole, space.cluster.name, limit), space.subject, whole)
     raise refused[0]
-
-
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """Switch off the search for reference cycles: the planner makes many objects and no cycles, and each collection
-    would walk the whole traced model again."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
+from nnscaler.ir.conversion_table_and_paths import ROWS, ConversionStep, find_path, move_cost
 from nnscaler.ir.graph import LogicalTensor, element_bytes
-from nnscaler.ir.layout_conversion import ROWS, ConversionStep, find_path, move_cost
 from nnscaler.ir.ring_rotation_calls import Circulates, Direction, rotations
 from nnscaler.layout import INVARIANT, Layout, State, full_along, local_shape
 from nnscaler.planning.cost.model_protocol import Collective, CostModel, Shape

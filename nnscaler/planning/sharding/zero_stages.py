@@ -23,7 +23,7 @@ from nnscaler.planning.sharding.parameter_and_activation_memory import (
 )
 from nnscaler.planning.sharding.settings_and_strategies import Setting
 from nnscaler.transform.plan import DP, EP, ZERO, RestStep, Step
-from nnscaler.transform.zero import sharded_at_rest
+from nnscaler.transform.zero_sharded_parameters import sharded_at_rest
 
 _MANY = 2**20  # elements of a shard, of which a fraction of a byte is no part
 

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -119,13 +120,11 @@ _OWN_MODULES = ("nnscaler.runtime.", "verify.", "torch.", "contextlib", "threadi
 def program_place() -> str | None:
     """Return file:line of the innermost frame outside the runtime, the verification and torch, and of no graph: the
     line of the rank program that called."""
-    frame = sys._getframe(1)
-    while frame is not None:
+    for frame, line in walk_stack(sys._getframe(1)):
         name = frame.f_globals.get("__name__", "")
         # a graph of torch.compile is in no module, or in one of torch's
         if name and not name.startswith(_OWN_MODULES) and name not in ("torch", "nnscaler.runtime"):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
+            return f"{frame.f_code.co_filename}:{line}"
     return None
 
 
@@ -140,7 +139,7 @@ def _copy(found: Sequence[Tensor], into: Sequence[Tensor]) -> None:
 
 
 class Communicator:
-    """Records and checks calls, answers groups of one rank itself, and leaves the rest to `_all_reduce` and so on.
+    """Records and checks calls, answers groups of one rank itself, and leaves the rest to its implementations.
 
     Implementations write the methods that begin with an underscore; `ranks` there has at least two members, contains
     this rank, and tensors are contiguous and detached. `context` is what the executor runs; `at` says the place where
@@ -172,8 +171,7 @@ class Communicator:
         if reduction not in ("sum", "max"):
             raise CommunicationError(f"rank {self.rank}: unknown reduction {reduction!r}")
         call = self._record("all_reduce", ranks, _shapes([tensor]), tensor.dtype, reduction=reduction)
-        value = values_of(tensor)
-        return value.clone() if len(call.ranks) == 1 else self._all_reduce(value, call)
+        return self._answer(call, [tensor])[0]
 
     def all_gather(self, tensor: Tensor, ranks: Sequence[int], shapes: Sequence[Shape] | None = None) -> list[Tensor]:
         """Gather the tensors of all ranks. `shapes`: of every rank's tensor, where they differ."""
@@ -181,16 +179,14 @@ class Communicator:
         call = self._record("all_gather", ranks, given, tensor.dtype)
         if shapes is not None:
             self._check_given([tensor], [tuple(shapes)[call.ranks.index(self.rank)]], call)
-        value = values_of(tensor)
-        return [value.clone()] if len(call.ranks) == 1 else self._all_gather(value, call)
+        return self._answer(call, [tensor])
 
     def reduce_scatter(self, pieces: Sequence[Tensor], ranks: Sequence[int], reduction: str = "sum") -> Tensor:
         """Reduce piece i of every rank for the i-th rank of the group."""
         dtype = pieces[0].dtype if pieces else None
         call = self._record("reduce_scatter", ranks, _shapes(pieces), dtype, reduction=reduction)
         self._check_count(pieces, call)
-        values = [values_of(p) for p in pieces]
-        return values[0].clone() if len(call.ranks) == 1 else self._reduce_scatter(values, call)
+        return self._answer(call, pieces)[0]
 
     def all_to_all(
         self, pieces: Sequence[Tensor], ranks: Sequence[int], shapes: Sequence[Sequence[Shape]] | None = None
@@ -205,8 +201,7 @@ class Communicator:
         self._check_count(pieces, call)
         if shapes is not None:
             self._check_given(pieces, shapes[call.ranks.index(self.rank)], call)
-        values = [values_of(p) for p in pieces]
-        return [values[0].clone()] if len(call.ranks) == 1 else self._all_to_all(values, call)
+        return self._answer(call, pieces)
 
     def rotate(self, tensor: Tensor, ranks: Sequence[int], shapes: Sequence[Shape] | None = None) -> Tensor:
         """Give the tensor to the next rank of the group, and return that of the one before, the last being before the
@@ -215,21 +210,17 @@ class Communicator:
         call = self._record("rotate", ranks, given, tensor.dtype)
         if shapes is not None:
             self._check_given([tensor], [tuple(shapes)[call.ranks.index(self.rank)]], call)
-        value = values_of(tensor)
-        return value.clone() if len(call.ranks) == 1 else self._rotate(value, call)
+        return self._answer(call, [tensor])[0]
 
     def broadcast(self, tensor: Tensor, source: int, ranks: Sequence[int]) -> Tensor:
         """Return the `tensor` of rank `source`; on the other ranks it gives the shape and dtype."""
         call = self._record("broadcast", ranks, _shapes([tensor]), tensor.dtype, source=source)
         if source not in call.ranks:
             raise CommunicationError(f"rank {self.rank}: {call}: the source is not in the group")
-        value = values_of(tensor)
-        return value.clone() if len(call.ranks) == 1 else self._broadcast(value, call)
+        return self._answer(call, [tensor])[0]
 
     def barrier(self, ranks: Sequence[int]) -> None:
-        call = self._record("barrier", ranks)
-        if len(call.ranks) > 1:
-            self._barrier(call)
+        self._answer(self._record("barrier", ranks), [])
 
     def send(self, tensor: Tensor, destination: int, key: Key, lasting: bool = False) -> None:
         """Hand the message over and return; `key` names it for the receiver. `lasting`: the tensor may be read where it
@@ -349,32 +340,16 @@ class Communicator:
         """
         if call.kind == "recv":
             return lambda: _copy([self._recv(call)], into)
-        if call.kind == "all_gather":
-            _copy(self._all_gather(given[0], call), into)
-        else:
-            reduces = call.kind == "all_reduce"
-            _copy([self._all_reduce(given[0], call) if reduces else self._reduce_scatter(given, call)], into)
+        _copy(self._collective(call, given), into)
         return lambda: None
 
-    def _all_reduce(self, tensor: Tensor, call: CommunicationCall) -> Tensor:
-        raise AssertionError("implementations define this")
+    def _answer(self, call: CommunicationCall, given: Sequence[Tensor]) -> list[Tensor]:
+        values = [values_of(tensor) for tensor in given]
+        return [value.clone() for value in values] if len(call.ranks) == 1 else self._collective(call, values)
 
-    def _all_gather(self, tensor: Tensor, call: CommunicationCall) -> list[Tensor]:
-        raise AssertionError("implementations define this")
-
-    def _reduce_scatter(self, pieces: list[Tensor], call: CommunicationCall) -> Tensor:
-        raise AssertionError("implementations define this")
-
-    def _all_to_all(self, pieces: list[Tensor], call: CommunicationCall) -> list[Tensor]:
-        raise AssertionError("implementations define this")
-
-    def _rotate(self, tensor: Tensor, call: CommunicationCall) -> Tensor:
-        raise AssertionError("implementations define this")
-
-    def _broadcast(self, tensor: Tensor, call: CommunicationCall) -> Tensor:
-        raise AssertionError("implementations define this")
-
-    def _barrier(self, call: CommunicationCall) -> None:
+    def _collective(self, call: CommunicationCall, given: list[Tensor]) -> list[Tensor]:
+        """Return what a collective gives this rank: nothing for a barrier; tensors in the order of the group for an
+        all_gather and an all_to_all, and one for the others."""
         raise AssertionError("implementations define this")
 
     def _send(self, tensor: Tensor, call: CommunicationCall) -> None:

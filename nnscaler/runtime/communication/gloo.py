@@ -257,54 +257,40 @@ class GlooCommunicator(TorchCommunicator):
 
     # -- collectives ----------------------------------------------------------------------------------------------
 
-    def _all_gather(self, tensor: Tensor, call: CommunicationCall) -> list[Tensor]:
+    def _collective(self, call: CommunicationCall, given: list[Tensor]) -> list[Tensor]:
         with self._inside(call):
-            return [t.to(tensor.device) for t in self._gather(_host(tensor), call, call.arriving(self.rank))]
+            found = self._in_host_memory(call, [_host(tensor) for tensor in given])
+            return [tensor.to(given[0].device) for tensor in found]
 
-    def _all_reduce(self, tensor: Tensor, call: CommunicationCall) -> Tensor:
-        with self._inside(call):
-            value = _host(tensor)
-            if call.reduction == "sum":
-                total = value.clone() if value is tensor else value
-                self._sum_in_place(call, total)
-            else:
-                total = reduce_in_order(self._gather(value, call), call.reduction)
-            return total.to(tensor.device)
-
-    def _reduce_scatter(self, pieces: list[Tensor], call: CommunicationCall) -> Tensor:
-        with self._inside(call):
-            received = self._scatter([_host(p) for p in pieces], call)
-            return reduce_in_order(received, call.reduction).to(pieces[0].device)
-
-    def _all_to_all(self, pieces: list[Tensor], call: CommunicationCall) -> list[Tensor]:
-        with self._inside(call):
-            received = self._scatter([_host(p) for p in pieces], call, call.arriving(self.rank))
+    def _in_host_memory(self, call: CommunicationCall, given: list[Tensor]) -> list[Tensor]:
+        if call.kind == "all_reduce" and call.reduction == "sum":
+            total = given[0].clone()
+            self._sum_in_place(call, total)
+            return [total]
+        if call.kind == "all_reduce":
+            return [reduce_in_order(self._gather(given[0], call), call.reduction)]
+        if call.kind == "all_gather":
+            return self._gather(given[0], call, call.arriving(self.rank))
+        if call.kind == "reduce_scatter":
+            return [reduce_in_order(self._scatter(given, call), call.reduction)]
+        if call.kind == "all_to_all":
+            received = self._scatter(given, call, call.arriving(self.rank))
             mine = call.ranks.index(self.rank)
             received[mine] = received[mine].clone()
-            return [r.to(p.device) for r, p in zip(received, pieces, strict=True)]
-
-    def _rotate(self, tensor: Tensor, call: CommunicationCall) -> Tensor:
-        with self._inside(call):
+            return received
+        if call.kind == "rotate":
             before, after = neighbours(call.ranks, self.rank)
-            value, (shape,) = _host(tensor), call.arriving(self.rank)
-            arriving = value.new_empty(shape)
-            self._exchange({after: value}, {before: arriving}, call)
-            return arriving.to(tensor.device)
-
-    def _broadcast(self, tensor: Tensor, call: CommunicationCall) -> Tensor:
-        with self._inside(call):
+            arriving = given[0].new_empty(call.arriving(self.rank)[0])
+            self._exchange({after: given[0]}, {before: arriving}, call)
+            return [arriving]
+        if call.kind == "broadcast":
             assert call.source is not None
-            if call.source == self.rank:
-                content = _host_copy(tensor)
-                self._exchange(dict.fromkeys(call.ranks, content), {}, call)
-            else:
-                content = torch.empty(tensor.shape, dtype=tensor.dtype)
-                self._exchange({}, {call.source: content}, call)
-            return content.to(tensor.device)
-
-    def _barrier(self, call: CommunicationCall) -> None:
-        with self._inside(call):
-            self._gather(torch.zeros(1, dtype=torch.uint8), call)
+            content, sends = given[0].clone(), call.source == self.rank
+            self._exchange(dict.fromkeys(call.ranks, content) if sends else {}, {call.source: content}, call)
+            return [content]
+        assert call.kind == "barrier", call
+        self._gather(torch.zeros(1, dtype=torch.uint8), call)
+        return []
 
     def _gather(self, tensor: Tensor, call: CommunicationCall, shapes: Sequence[Shape] = ()) -> list[Tensor]:
         """Return the tensors of the group in its order, none of them `tensor` itself.

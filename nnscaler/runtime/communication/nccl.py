@@ -107,78 +107,53 @@ class NcclCommunicator(GlooCommunicator):
 
     # -- collectives ----------------------------------------------------------------------------------------------
 
-    def _all_reduce(self, tensor: Tensor, call: CommunicationCall) -> Tensor:
-        group = self._nccl(call, [tensor])
+    def _collective(self, call: CommunicationCall, given: list[Tensor]) -> list[Tensor]:
+        group = self._nccl(call, given)
         if group is None:
-            return super()._all_reduce(tensor, call)
+            return super()._collective(call, given)
         with self._inside(call):
-            total = _carried(tensor).clone()
-            torch.distributed.all_reduce(total, _operation(call), group)
-            return _restored(total, tensor.dtype)
+            found = self._of_group(call, given, group)
+            return [tensor if call.dtype is None else _restored(tensor, call.dtype) for tensor in found]
 
-    def _all_gather(self, tensor: Tensor, call: CommunicationCall) -> list[Tensor]:
-        group = self._nccl(call, [tensor])
-        if group is None:
-            return super()._all_gather(tensor, call)
-        with self._inside(call):
-            there = dict(zip(call.ranks, call.arriving(self.rank), strict=True))
-            results = [_carried(tensor.new_empty(there[rank])) for rank in sorted(call.ranks)]
-            torch.distributed.all_gather(results, _carried(tensor), group)
-            return [_restored(t, tensor.dtype) for t in _in_axis_order(results, call.ranks)]
-
-    def _reduce_scatter(self, pieces: list[Tensor], call: CommunicationCall) -> Tensor:
-        group = self._nccl(call, pieces)
-        if group is None:
-            return super()._reduce_scatter(pieces, call)
-        with self._inside(call):
-            carried = _in_group_order([_carried(p) for p in pieces], call.ranks)
-            result = torch.empty_like(carried[sorted(call.ranks).index(self.rank)])
-            torch.distributed.reduce_scatter(result, carried, _operation(call), group)
-            return _restored(result, pieces[0].dtype)
-
-    def _all_to_all(self, pieces: list[Tensor], call: CommunicationCall) -> list[Tensor]:
-        group = self._nccl(call, pieces)
-        if group is None:
-            return super()._all_to_all(pieces, call)
-        with self._inside(call):
-            carried = _in_group_order([_carried(p) for p in pieces], call.ranks)
-            there = dict(zip(call.ranks, call.arriving(self.rank), strict=True))
-            results = [_carried(pieces[0].new_empty(there[rank])) for rank in sorted(call.ranks)]
-            torch.distributed.all_to_all(results, carried, group)
-            return [_restored(t, pieces[0].dtype) for t in _in_axis_order(results, call.ranks)]
-
-    def _rotate(self, tensor: Tensor, call: CommunicationCall) -> Tensor:
-        group = self._nccl(call, [tensor])
-        if group is None:
-            return super()._rotate(tensor, call)
-        with self._inside(call):
-            before, after = neighbours(call.ranks, self.rank)
-            value, (shape,) = _carried(tensor), call.arriving(self.rank)
-            arriving, p2p = _carried(tensor.new_empty(shape)), torch.distributed
-            sides = [p2p.P2POp(p2p.isend, value, after, group), p2p.P2POp(p2p.irecv, arriving, before, group)]
-            for work in p2p.batch_isend_irecv(sides):  # both sides at once: ranks that wait in turn would all wait
-                work.wait()
-            return _restored(arriving, tensor.dtype)
-
-    def _broadcast(self, tensor: Tensor, call: CommunicationCall) -> Tensor:
-        group = self._nccl(call, [tensor])
-        if group is None:
-            return super()._broadcast(tensor, call)
-        with self._inside(call):
-            result = _carried(tensor).clone()
+    def _of_group(self, call: CommunicationCall, given: list[Tensor], group: ProcessGroup) -> list[Tensor]:
+        """Return the results of a group's own collective, as they are carried."""
+        native, carried, members = torch.distributed, [_carried(tensor) for tensor in given], sorted(call.ranks)
+        if call.kind == "all_reduce":
+            total = carried[0].clone()
+            native.all_reduce(total, _operation(call), group)
+            return [total]
+        if call.kind == "broadcast":
+            result = carried[0].clone()
             assert call.source is not None
-            torch.distributed.broadcast(result, call.source, group)
-            return _restored(result, tensor.dtype)
-
-    def _barrier(self, call: CommunicationCall) -> None:
-        group = self._nccl(call, [])
-        if group is None:
-            super()._barrier(call)
-            return
-        with self._inside(call):
+            native.broadcast(result, call.source, group)
+            return [result]
+        if call.kind == "reduce_scatter":
+            pieces = _in_group_order(carried, call.ranks)
+            result = torch.empty_like(pieces[members.index(self.rank)])
+            native.reduce_scatter(result, pieces, _operation(call), group)
+            return [result]
+        if call.kind == "rotate":
+            before, after = neighbours(call.ranks, self.rank)
+            arriving = _carried(given[0].new_empty(call.arriving(self.rank)[0]))
+            sides = [
+                native.P2POp(native.isend, carried[0], after, group),
+                native.P2POp(native.irecv, arriving, before, group),
+            ]
+            for work in native.batch_isend_irecv(sides):  # both sides at once: ranks that wait in turn would all wait
+                work.wait()
+            return [arriving]
+        if call.kind == "barrier":
             token = torch.zeros(1, device=self.device)
-            torch.distributed.all_reduce(token, ReduceOp.SUM, group)
+            native.all_reduce(token, ReduceOp.SUM, group)
             token.item()  # the call above only put work on the GPU; reading its result waits for it
+            return []
+        there = dict(zip(call.ranks, call.arriving(self.rank), strict=True))
+        results = [_carried(given[0].new_empty(there[rank])) for rank in members]
+        if call.kind == "all_gather":
+            native.all_gather(results, carried[0], group)
+        else:
+            native.all_to_all(results, _in_group_order(carried, call.ranks), group)
+        return _in_axis_order(results, call.ranks)
 
     # -- messages -------------------------------------------------------------------------------------------------
 

@@ -355,26 +355,8 @@ class SimulatedCommunicator(Communicator):
     def settle(self) -> None:
         self._flights.settle()
 
-    def _all_reduce(self, tensor: Tensor, call: CommunicationCall) -> Tensor:
-        return self._exchange.meet(self.rank, call, [tensor])[0]
-
-    def _all_gather(self, tensor: Tensor, call: CommunicationCall) -> list[Tensor]:
-        return self._exchange.meet(self.rank, call, [tensor])
-
-    def _reduce_scatter(self, pieces: list[Tensor], call: CommunicationCall) -> Tensor:
-        return self._exchange.meet(self.rank, call, pieces)[0]
-
-    def _all_to_all(self, pieces: list[Tensor], call: CommunicationCall) -> list[Tensor]:
-        return self._exchange.meet(self.rank, call, pieces)
-
-    def _rotate(self, tensor: Tensor, call: CommunicationCall) -> Tensor:
-        return self._exchange.meet(self.rank, call, [tensor])[0]
-
-    def _broadcast(self, tensor: Tensor, call: CommunicationCall) -> Tensor:
-        return self._exchange.meet(self.rank, call, [tensor])[0]
-
-    def _barrier(self, call: CommunicationCall) -> None:
-        self._exchange.meet(self.rank, call, [])
+    def _collective(self, call: CommunicationCall, given: list[Tensor]) -> list[Tensor]:
+        return self._exchange.meet(self.rank, call, given)
 
     def _send(self, tensor: Tensor, call: CommunicationCall) -> None:
         self._flights.keep(call, tensor)

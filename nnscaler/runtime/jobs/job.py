@@ -26,6 +26,7 @@ from typing import Any, Literal
 
 import torch
 
+from nnscaler.error_text import system_error_behind
 from nnscaler.runtime.communication.communicator import CommunicationError, ProgramError
 
 # The activity of each rank of a local job, in a file that the rank writes through memory and its launcher reads.
@@ -299,7 +300,7 @@ class JobDirectory:
             "error": text,
             "traceback": "".join(traceback.format_exception(error)),
             "secondary": bool(getattr(error, "secondary", False)),
-            "errno": _errno_of(error),
+            "errno": getattr(system_error_behind(error), "errno", None),
             "time": time.monotonic(),
         }
         temporary = self.path / f"error_{rank}.new"
@@ -334,14 +335,6 @@ def log_tail(log: Path, size: int = 4000) -> str:
             return file.read().decode("utf-8", "replace")
     except FileNotFoundError:
         return ""
-
-
-def _errno_of(error: BaseException) -> int | None:
-    """Return the number of the OSError behind an exception; None where there is none."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError):
-        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
-    return None if cause is None else cause.errno
 
 
 def _death(exit_code: int) -> str:

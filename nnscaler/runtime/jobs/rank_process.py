@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from nnscaler.runtime.communication.communicator import ProgramError
-from nnscaler.runtime.communication.factory import torch_communicator
+from nnscaler.runtime.communication.communicator_of_backend import torch_communicator
 from nnscaler.runtime.communication.join_process_group import join
 from nnscaler.runtime.jobs.job import JobDirectory, StatusWriter
 from nnscaler.runtime.keep_freed_memory import keep_freed_memory

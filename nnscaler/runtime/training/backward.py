@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from nnscaler.instructions import Instruction
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.sharded_parameter_gathers import ParameterReads
-from nnscaler.runtime.recomputed_regions import SavedValues, regions_in
+from nnscaler.runtime.recompute_in_backward import SavedValues, regions_in
 from nnscaler.runtime.split_backward import Root, SplitBackward
 from nnscaler.runtime.stage_base_class import Stage, may_gather_again, number_of, place_of
 from nnscaler.runtime.training.gradients.accumulate_and_reduce import Gradients

@@ -38,7 +38,7 @@ from nnscaler.runtime.training.build_stages import Held, Key, StageBuilder, adop
 from nnscaler.runtime.training.cut_batch import Batch, BatchCutter
 from nnscaler.runtime.training.executor_settings import ExecutorSettings
 from nnscaler.runtime.training.gradients.accumulate_and_reduce import Gradients
-from nnscaler.runtime.training.gradients.clipping import clip_gradients, gradient_norm
+from nnscaler.runtime.training.gradients.gradient_norm_and_clipping import clip_gradients, gradient_norm
 from nnscaler.runtime.training.messages import Mail
 from nnscaler.runtime.training.model_outputs import Kept, Results, check_outputs, total_loss
 from nnscaler.runtime.training.observe_intermediate_tensors import observed_copy

@@ -6,7 +6,6 @@ Registered functions are operators already and never come here.
 
 from __future__ import annotations
 
-import inspect
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 
-from op_registry.spec import SourceLocation
+from op_registry.source_location import SourceLocation, definition_of
 
 from nnscaler.errors import NnscalerError
 from nnscaler.tracing.export.exportable_calls import in_vmap, needs_gradient
@@ -94,12 +93,7 @@ class OpaqueFunction:
 
     @property
     def where(self) -> SourceLocation | None:
-        try:
-            file = inspect.getsourcefile(self.function)
-            lines, number = inspect.getsourcelines(self.function)
-        except (OSError, TypeError):
-            return None
-        return SourceLocation(file, number, lines[0].strip()) if file else None
+        return definition_of(self.function)
 
 
 @dataclass

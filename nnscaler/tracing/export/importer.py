@@ -14,7 +14,7 @@ from torch.export.graph_signature import InputKind
 
 from op_registry.call import DType, dtype_name, instances_in
 from op_registry.register import operator_of
-from op_registry.spec import SourceLocation
+from op_registry.source_location import SourceLocation
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import LOSS, Graph, LogicalTensor, Operation, Region, Role, Slot

@@ -4,9 +4,6 @@ those of one step in every step."""
 from __future__ import annotations
 
 import dis
-import linecache
-import pickle
-import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,9 +14,10 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from op_registry.spec import SourceLocation
+from op_registry.source_location import SourceLocation
 
 from nnscaler.errors import NnscalerError
+from nnscaler.random_generators import moved, python_states, set_states
 from nnscaler.tracing.export.reachable_state import Holder, holders
 from nnscaler.tracing.export.user_source_locations import is_library, location_of_frames
 
@@ -154,31 +152,16 @@ _HELP_DRAWS = (
 )
 
 
-def generator_states() -> dict[str, Any]:
-    """Return the states of Python's generators of random numbers: a program has none of them."""
-    numpy = sys.modules.get("numpy.random")
-    return {"random": random.getstate()} | ({} if numpy is None else {"numpy.random": numpy.get_state(legacy=False)})
-
-
-def set_generator_states(states: Mapping[str, Any]) -> None:
-    """Go on from states that `generator_states` gave."""
-    random.setstate(states["random"])
-    if "numpy.random" in states:
-        sys.modules["numpy.random"].set_state(states["numpy.random"])
-
-
 @contextmanager
 def draws_kept(drawn: set[str]) -> Iterator[None]:
     """Put Python's generators back where they were; `drawn`, filled then, has those that gave numbers."""
-    before = generator_states()
+    before = python_states()
     try:
         yield
     finally:
         drawn.clear()
-        drawn |= {
-            name for name, state in generator_states().items() if pickle.dumps(state) != pickle.dumps(before.get(name))
-        }
-        set_generator_states(before)
+        drawn.update(moved(before, python_states()))
+        set_states(before)
 
 
 @contextmanager
@@ -193,7 +176,7 @@ def draws_located(places: dict[str, SourceLocation | None]) -> Iterator[None]:
         return drawn
 
     with ExitStack() as stack:
-        for name in generator_states():
+        for name in python_states():
             module = sys.modules[name]
             owner = module.random.__self__
             draws = {k: v for k, v in vars(module).items() if getattr(v, "__self__", None) is owner}
@@ -214,7 +197,7 @@ def _place_of_change(module: nn.Module, name: str) -> SourceLocation | None:
         for found in dis.get_instructions(forward.__code__):
             line = found.positions.lineno if found.positions else None
             if line and found.opname == "STORE_ATTR" and found.argval == attribute:
-                return SourceLocation(file, line, linecache.getline(file, line).strip())
+                return SourceLocation.read(file, line)
     return None
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 
-from op_registry.builtin.numeric.elementwise import broadcasting
+from op_registry.builtin.elementwise import broadcasting
 from op_registry.registry import facts_of
 
 from nnscaler.tracing.graph_builder import storage_of

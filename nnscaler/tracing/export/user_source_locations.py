@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import linecache
 import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
-from types import FrameType, TracebackType
+from traceback import walk_stack
+from types import TracebackType
 from typing import Any
 
 import torch
 
-from op_registry.spec import SourceLocation
+from op_registry.source_location import SourceLocation
 
 from nnscaler.error_text import in_one_line
 from nnscaler.errors import NnscalerError
@@ -60,7 +60,7 @@ def location_of_exception(error: BaseException) -> SourceLocation | None:
         file, line = traceback.tb_frame.f_code.co_filename, traceback.tb_lineno
         own = not is_installed(file)
         if not is_library(file) and (own or not best_is_own):
-            best, best_is_own = SourceLocation(file, line, linecache.getline(file, line).strip()), own
+            best, best_is_own = SourceLocation.read(file, line), own
         traceback = traceback.tb_next
     return best
 
@@ -82,16 +82,14 @@ def model_errors(message: str, *pass_through: type[Exception]) -> Iterator[None]
 
 def location_of_frames() -> SourceLocation | None:
     """Return the user's own line that runs now: the last frame outside installed packages, else outside torch."""
-    frame: FrameType | None = sys._getframe(1)
     best: SourceLocation | None = None
-    while frame is not None:
-        file, line = frame.f_code.co_filename, frame.f_lineno
+    for frame, line in walk_stack(sys._getframe(1)):
+        file = frame.f_code.co_filename
         if not is_library(file):
-            here = SourceLocation(file, line, linecache.getline(file, line).strip())
+            here = SourceLocation.read(file, line)
             if not is_installed(file):
                 return here
             best = best or here
-        frame = frame.f_back
     return best
 
 

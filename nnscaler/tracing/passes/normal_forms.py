@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
-from op_registry.call import DType
+from op_registry.call import DType, instances_in
 from op_registry.registry import facts_of
 from op_registry.torch_schema import has_default_dtype
 
@@ -264,18 +264,10 @@ def _promotes(operation: Operation, builder: Builder) -> bool:
     output = operation.outputs[0] if len(operation.outputs) == 1 else None
     if output is None or not operation.inputs or not operation.operator.startswith("aten."):
         return False
-    if any(isinstance(v, DType) for v in _leaves((operation.args, operation.kwargs))):
+    if any(instances_in((operation.args, operation.kwargs), DType)):
         return False
     made = builder.source.tensors[output].dtype
     return is_floating(made) and not any(is_floating(builder.tensor(name).dtype) for name in operation.inputs)
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, tuple):
-        for item in value:
-            yield from _leaves(item)
-    else:
-        yield value
 
 
 def _as_floating(operation: Operation, builder: Builder) -> None:

@@ -17,6 +17,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from op_registry.call import dtype_name
+
 from nnscaler.atomic_writes import cannot_write, save_tensors
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.tensor_values import same_bits
@@ -93,7 +95,7 @@ def summarise(folder: Folder) -> Summary:
         ]
         optimizer = ", ".join(folder.read([], [name])[name] for name in sorted(names))
     model = {
-        path[-1]: (shape, str(dtype).removeprefix("torch."))
+        path[-1]: (shape, dtype_name(dtype))
         for key, (shape, dtype) in sorted(contents.tensors.items())
         if (path := contents.paths[key])[0] == MODEL
     }

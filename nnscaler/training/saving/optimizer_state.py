@@ -21,8 +21,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.layout import is_cut
 from nnscaler.runtime.training.saving.checkpoint import MODEL
 from nnscaler.runtime.training.saving.dcp import Folder, TensorShard, key_of, whole
-from nnscaler.runtime.training.saving.rank_tensors import StoredTensor
-from nnscaler.runtime.training.saving.shards_as_boxes import boxes_of, leads
+from nnscaler.runtime.training.saving.rank_tensors_as_boxes import StoredTensor, boxes_of, leads
 
 CLASS, GROUPS, HYPER, STATE, OTHERS = "class", "groups", "param_groups", "state", "others"
 

@@ -20,8 +20,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.runtime.communication.communicator import CommunicationError, ProgramError
 from nnscaler.runtime.training.saving.checkpoint import MODEL, CannotWrite, everywhere
 from nnscaler.runtime.training.saving.dcp import METADATA, Folder, TensorShard, key_of
-from nnscaler.runtime.training.saving.rank_tensors import StoredTensor
-from nnscaler.runtime.training.saving.shards_as_boxes import Box, boxes_of
+from nnscaler.runtime.training.saving.rank_tensors_as_boxes import Box, StoredTensor, boxes_of
 from nnscaler.training.engine import Engine
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"

@@ -31,7 +31,7 @@ from nnscaler.layout import Sharded
 from nnscaler.manifest import Manifest
 from nnscaler.runtime.stage_base_class import Parameter, Stage
 from nnscaler.runtime.training.executor import RankExecutor
-from nnscaler.runtime.training.saving.rank_tensors import StoredTensor
+from nnscaler.runtime.training.saving.rank_tensors_as_boxes import StoredTensor
 from nnscaler.training.splittable_optimizers import check_group, groups_checked
 from nnscaler.training.user_loop.stale_module import version_of
 

@@ -14,8 +14,8 @@ import jsonschema
 import pytest
 
 from nnscaler.cli.main import main
+from nnscaler.performance.timeline_events import StepEvents
 from nnscaler.records_as_json import decode
-from nnscaler.timeline_events import StepEvents
 
 ROOT = Path(__file__).resolve().parents[3]
 SCHEMA = json.loads((ROOT / "docs" / "reports" / "events.schema.json").read_text())

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import nnscaler.layout
 from nnscaler.codegen.expressions_and_names import conversion_text
-from nnscaler.ir.layout_conversion import explain_illegal, find_path
+from nnscaler.ir.conversion_table_and_paths import explain_illegal, find_path
 from nnscaler.layout import (
     INVARIANT,
     PARTIAL,

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from op_registry.builtin.numeric import elementwise
+from op_registry.builtin import elementwise
 from op_registry.registry import facts_of
 
 import nnscaler

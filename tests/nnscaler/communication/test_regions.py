@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from nnscaler.communication.cross_mesh_resharding import BlockMessage, transfer, without_axis
-from nnscaler.ir.layout_conversion import explain_illegal
+from nnscaler.ir.conversion_table_and_paths import explain_illegal
 from nnscaler.layout import INVARIANT, Axis, DeviceMesh, Layout, Sharded, State
 from tests.layouts import positions
 

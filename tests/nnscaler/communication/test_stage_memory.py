@@ -22,7 +22,7 @@ from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.sharded_parameter_gathers import WholeView
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.program.load_python import load_role
-from nnscaler.runtime.recomputed_regions import SavedValues
+from nnscaler.runtime.recompute_in_backward import SavedValues
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.executor_settings import ExecutorSettings
 from nnscaler.tracing import Traced, trace

@@ -19,7 +19,7 @@ from nnscaler.communication.zero_bubble_split import BOTH, statement_halves
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.instructions import Instruction
 from nnscaler.ir.operation_annotations import signatures
-from nnscaler.runtime import recomputed_regions, split_backward
+from nnscaler.runtime import recompute_in_backward, split_backward
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.program.load_python import load_role
@@ -77,7 +77,7 @@ def test_a_parameter_that_is_used_again_is_left_to_the_first_half() -> None:
     assert all(share == 0 for name, share in found[1].items() if not name.startswith("linear"))
 
 
-class Watched(recomputed_regions.Saved):
+class Watched(recompute_in_backward.Saved):
     """A saved value that can be referred to weakly."""
 
 
@@ -86,12 +86,12 @@ def held_between(traced: Traced, plan: Plan, folder: Path, monkeypatch: pytest.M
     program = compile_traced(traced, WantedPlan(2, plan), model={"name": "model"})
     path = program.save(folder / "program")
     roles = [load_role(path / role.file) for role in program.manifest.roles]
-    made: dict[recomputed_regions.SavedValues, list[weakref.ref[recomputed_regions.Saved]]] = {}
-    regions: weakref.WeakSet[recomputed_regions._Region] = weakref.WeakSet()
+    made: dict[recompute_in_backward.SavedValues, list[weakref.ref[recompute_in_backward.Saved]]] = {}
+    regions: weakref.WeakSet[recompute_in_backward._Region] = weakref.WeakSet()
     found: list[int] = []
-    start, run = recomputed_regions._Region.__init__, BackwardPasses.run
+    start, run = recompute_in_backward._Region.__init__, BackwardPasses.run
 
-    def hooks(self: recomputed_regions.SavedValues) -> saved_tensors_hooks:
+    def hooks(self: recompute_in_backward.SavedValues) -> saved_tensors_hooks:
         def pack(value: Tensor) -> Watched:
             watched = Watched(value)
             made.setdefault(self, []).append(weakref.ref(watched))
@@ -99,7 +99,7 @@ def held_between(traced: Traced, plan: Plan, folder: Path, monkeypatch: pytest.M
 
         return saved_tensors_hooks(pack, self.take)
 
-    def begun(self: recomputed_regions._Region, *given: object) -> None:
+    def begun(self: recompute_in_backward._Region, *given: object) -> None:
         start(self, *given)  # type: ignore[arg-type]
         regions.add(self)
 
@@ -120,8 +120,8 @@ def held_between(traced: Traced, plan: Plan, folder: Path, monkeypatch: pytest.M
             storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in values}
             found.append(sum(size for pointer, size in storages.items() if pointer not in stored))
 
-    monkeypatch.setattr(recomputed_regions.SavedValues, "hooks", hooks)
-    monkeypatch.setattr(recomputed_regions._Region, "__init__", begun)
+    monkeypatch.setattr(recompute_in_backward.SavedValues, "hooks", hooks)
+    monkeypatch.setattr(recompute_in_backward._Region, "__init__", begun)
     monkeypatch.setattr(BackwardPasses, "run", watched_run)
 
     def step(communicator: Communicator) -> None:

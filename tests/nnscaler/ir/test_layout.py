@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from op_registry.rank_expression import Expression
 
-from nnscaler.ir.layout_conversion import explain_illegal, shape_of_rank
+from nnscaler.ir.conversion_table_and_paths import explain_illegal, shape_of_rank
 from nnscaler.layout import (
     INVARIANT,
     PARTIAL,

@@ -7,7 +7,7 @@ from math import inf
 
 import pytest
 
-from nnscaler.ir.layout_conversion import ROWS, ConversionStep, explain_illegal, find_path, move_cost, volume
+from nnscaler.ir.conversion_table_and_paths import ROWS, ConversionStep, explain_illegal, find_path, move_cost, volume
 from nnscaler.layout import (
     INVARIANT,
     PARTIAL,

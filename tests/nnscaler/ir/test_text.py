@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from op_registry.call import DType
-from op_registry.spec import SourceLocation
+from op_registry.source_location import SourceLocation
 
 from nnscaler.ir.graph import Graph, LogicalTensor, Operation, Region, Slot
 from nnscaler.ir.text import print_graph

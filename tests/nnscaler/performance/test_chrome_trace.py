@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nnscaler.performance.chrome_trace import chrome_trace
-from nnscaler.timeline_events import DeviceRanks, Event, StepEvents
+from nnscaler.performance.timeline_events import DeviceRanks, Event, StepEvents
 
 NUMBER = (int, float)
 DEVICES = (DeviceRanks(0, (0, 1), (0,)), DeviceRanks(1, (2, 3), (1, 2)))

@@ -22,6 +22,7 @@ from nnscaler.ir.operation_annotations import signatures
 from nnscaler.performance.measured_events import Records, measured_events
 from nnscaler.performance.predict_step_time import Prediction, Programmed, programmed
 from nnscaler.performance.predicted_events import PlacedEvent, placed_events, rank_calls, step_events
+from nnscaler.performance.timeline_events import Event, StepEvents
 from nnscaler.planning.cluster.description import load_cluster
 from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.cost.model_protocol import Overheads
@@ -30,7 +31,6 @@ from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.jobs.measured_on_ranks import recorded_step
 from nnscaler.runtime.program.load_python import load_user_module
 from nnscaler.runtime.program.program_directory import read_program
-from nnscaler.timeline_events import Event, StepEvents
 from nnscaler.tracing import Traced, trace
 from nnscaler.transform.plan import Plan, RecomputeStep
 from tests import halves

@@ -27,7 +27,7 @@ from nnscaler.runtime import Simulator
 from nnscaler.runtime.communication.communicator import CommunicationCall, Communicator, ProgramError
 from nnscaler.runtime.communication.sharded_parameter_gathers import ParameterReads, Read
 from nnscaler.runtime.program.load_python import letting_go, load_role
-from nnscaler.runtime.recomputed_regions import SavedValues
+from nnscaler.runtime.recompute_in_backward import SavedValues
 from nnscaler.runtime.stage_base_class import Stage
 from nnscaler.runtime.training.backward import BackwardPasses
 from nnscaler.runtime.training.executor import RankExecutor

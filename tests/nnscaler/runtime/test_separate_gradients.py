@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nnscaler.runtime.training.gradients.clipping import separate_gradients
+from nnscaler.runtime.training.gradients.gradient_norm_and_clipping import separate_gradients
 from verify import verify_plan
 
 

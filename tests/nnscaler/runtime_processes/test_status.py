@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nnscaler.runtime.communication.communicator import CommunicationError
-from nnscaler.runtime.communication.factory import LongWaits
+from nnscaler.runtime.communication.long_waits import LongWaits
 from nnscaler.runtime.communication.ordered_collective_thread import Lane
 from nnscaler.runtime.communication.torch_communicator_base import TorchCommunicator
 from nnscaler.runtime.jobs.job import Activity, RankStatus, StatusReader, StatusWriter, create_status_file

@@ -21,7 +21,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.layout import Invariant, Sharded, State
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.program.load_python import load_user_module
-from nnscaler.runtime.training.saving.rank_tensors import StoredTensor
+from nnscaler.runtime.training.saving.rank_tensors_as_boxes import StoredTensor
 from nnscaler.training.engine import Engine
 from nnscaler.training.functional_optimizer import make_update, optimizer_name, own_numbers, state_bytes, steps_beyond
 from nnscaler.training.program_on_rank import EngineSettings
@@ -31,7 +31,7 @@ from nnscaler.training.splittable_optimizers import (
     split_of,
     tried_split,
 )
-from nnscaler.transform.zero import assign_owners
+from nnscaler.transform.zero_sharded_parameters import assign_owners
 
 OWN = load_user_module(Path(__file__).parents[2] / "data" / "optimizers.py")
 CLASSES = [c for c in vars(torch.optim).values() if inspect.isclass(c) and issubclass(c, Optimizer)]

@@ -14,8 +14,8 @@ from nnscaler.codegen.compiled_program import Program
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.shards import shard
 from nnscaler.training.engine import Engine
+from nnscaler.training.loss_scaler import LossScaler
 from nnscaler.training.program_on_rank import EngineSettings
-from nnscaler.training.scaler import LossScaler
 
 HERE = EngineSettings(device="cpu")
 

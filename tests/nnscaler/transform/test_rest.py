@@ -12,7 +12,7 @@ from nnscaler.layout import INVARIANT, Layout, Sharded
 from nnscaler.tracing import trace
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.plan import Plan, RestStep
-from nnscaler.transform.zero import sharded_at_rest
+from nnscaler.transform.zero_sharded_parameters import sharded_at_rest
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from op_registry.annotation.splits import splittable
-from op_registry.builtin.tensors.views_and_factories import regroup
+from op_registry.builtin.views_and_factories import regroup
 from op_registry.call import AxisShard
 from op_registry.samples.sample import F, I, S, Sample
 

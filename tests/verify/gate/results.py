@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import date
 
-from op_registry.spec import SourceLocation
+from op_registry.source_location import SourceLocation
 
 from verify.gate.baseline import KnownFinding
 from verify.gate.outcome import ItemResult

@@ -11,7 +11,8 @@ from torch import Tensor
 from op_registry.bind_annotation import bind_call, linear_sets
 from op_registry.call import Call, TensorArgument
 from op_registry.registry import default_registry
-from op_registry.spec import OperatorSpec, SourceLocation
+from op_registry.source_location import SourceLocation
+from op_registry.spec import OperatorSpec
 
 from nnscaler.compile import WantedPlan, make
 from nnscaler.ir.graph import Graph

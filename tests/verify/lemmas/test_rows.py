@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nnscaler.ir.layout_conversion import ROWS
+from nnscaler.ir.conversion_table_and_paths import ROWS
 from nnscaler.layout import Partial, Replicated, Sharded
 from nnscaler.runtime.communication import differentiable_collectives as comm
 from nnscaler.runtime.communication.differentiable_collectives import AxisGroup

@@ -21,10 +21,10 @@ from nnscaler.runtime.training.executor_settings import ExecutorSettings
 from nnscaler.tracing.sample_inputs import SampleInputs, flatten_inputs
 from verify.programs.checks.input_and_outcome import CheckOutcome, Comparison
 from verify.programs.checks.logical_tensors import holdings_of
+from verify.programs.eager_reference import Trajectory, logical_state, names_of, randomise_parameters, run_reference
 from verify.programs.execution.record_rank_steps import Entry, RankResult, role_file
 from verify.programs.low_precision import NoiseRow, low_precision_outcomes
 from verify.programs.opened_program import OpenedProgram, open_program
-from verify.programs.reference.eager import Trajectory, logical_state, names_of, randomise_parameters, run_reference
 from verify.results.tolerance import Tolerance
 
 

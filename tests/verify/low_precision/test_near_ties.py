@@ -14,9 +14,8 @@ from nnscaler.runtime.program.load_python import load_user_module
 from tests.verify.low_precision.conftest import Case, make_case
 from verify import verify_plan
 from verify.programs.low_precision import run as level
-from verify.programs.low_precision.error_statistics import Statistics
 from verify.programs.low_precision.judge_against_noise import FIRST_DRAWS, Measured
-from verify.programs.low_precision.noise import NearTies, Noise, NoisyModel, Target, draw_noise
+from verify.programs.low_precision.noise_statistics import NearTies, Noise, NoisyModel, Statistics, Target, draw_noise
 from verify.results.tolerance import Key
 from verify.results.verdict import Verdict, merge
 from verify.self_test.programs.right_programs import BATCH, shorten

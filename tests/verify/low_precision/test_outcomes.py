@@ -16,7 +16,14 @@ from tests.verify.low_precision.conftest import Case, make_case
 from verify.programs.checks.input_and_outcome import CheckOutcome
 from verify.programs.low_precision import run as level
 from verify.programs.low_precision.judge_against_noise import FIRST_DRAWS, MOST_DRAWS, PASS_RATIO
-from verify.programs.low_precision.noise import Noise, choose_loss_scale, draw, parts_of, subject_of, targets_of
+from verify.programs.low_precision.noise_statistics import (
+    Noise,
+    choose_loss_scale,
+    draw,
+    parts_of,
+    subject_of,
+    targets_of,
+)
 from verify.results.finding import Finding
 from verify.results.finding_codes import CODES
 from verify.results.report import Check

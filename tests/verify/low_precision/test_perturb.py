@@ -7,7 +7,13 @@ import torch
 from torch import nn
 
 from nnscaler.tracing.sample_inputs import flatten_inputs
-from verify.programs.low_precision.noise import moved, moved_model, moved_sample, rounded_model, rounded_sample
+from verify.programs.low_precision.noise_statistics import (
+    moved,
+    moved_model,
+    moved_sample,
+    rounded_model,
+    rounded_sample,
+)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -7,8 +7,8 @@ from math import inf, sqrt
 import pytest
 import torch
 
-from verify.programs.low_precision.error_statistics import floors, size, statistics
 from verify.programs.low_precision.judge_against_noise import judged
+from verify.programs.low_precision.noise_statistics import floors, size, statistics
 from verify.results.verdict import Verdict
 
 RIGHT = torch.randn(40, 30, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

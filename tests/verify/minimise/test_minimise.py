@@ -9,17 +9,16 @@ import torch
 
 import nnscaler
 from nnscaler.errors import NnscalerError
-from nnscaler.ir import layout_conversion
+from nnscaler.ir.conversion_table_and_paths import ROWS, ConversionRow
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.layout_conversion import ConversionRow
 from nnscaler.layout import Invariant, Partial, Replicated, Sharded
 from nnscaler.transform.plan import Plan
 from tests.broken import models
 from tests.sampling import every
+from verify.programs.eager_reference import logical_state, run_reference
 from verify.programs.execution.record_rank_steps import Task
 from verify.programs.minimise_plan import PlanTrial, minimise, units_of
 from verify.programs.prepare_verification import Prepared, prepare
-from verify.programs.reference.eager import logical_state, run_reference
 from verify.programs.request import PlanRequest
 from verify.programs.subject import PlanSubject
 
@@ -73,8 +72,8 @@ def test_a_wrong_conversion_needs_one_operation(
     target: type,
     function: str,
 ) -> None:
-    row = layout_conversion.ROWS[source, target]
-    monkeypatch.setitem(layout_conversion.ROWS, (source, target), ConversionRow(function, row.forward, row.backward))
+    row = ROWS[source, target]
+    monkeypatch.setitem(ROWS, (source, target), ConversionRow(function, row.forward, row.backward))
     found = minimise(plan, prepared.graph, trial.fails, seconds=120.0)
     assert found is not None
     assert found.finished

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from op_registry.spec import OperatorSpec, SourceLocation
+from op_registry.source_location import SourceLocation
+from op_registry.spec import OperatorSpec
 
 from tests.sampling import every
 from tests.verify.size_branches import (

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 
-from nnscaler.ir.layout_conversion import explain_illegal
+from nnscaler.ir.conversion_table_and_paths import explain_illegal
 from nnscaler.layout import INVARIANT, PARTIAL, REPLICATED, Partial, Sharded, State
 from nnscaler.runtime import shards
 from tests.layouts import positions

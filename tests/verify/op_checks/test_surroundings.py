@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import is_initialized
 
-from op_registry.spec import OperatorSpec, SourceLocation
+from op_registry.source_location import SourceLocation
+from op_registry.spec import OperatorSpec
 
 from nnscaler.ir.placement import Split
 from tests.verify import stateful_operators
@@ -154,7 +155,8 @@ def test_code_that_reads_while_it_runs_has_no_digest(tmp_path: Path) -> None:
 SCRIPT = """
 from pathlib import Path
 import torch
-from op_registry.spec import OperatorSpec, SourceLocation
+from op_registry.source_location import SourceLocation
+from op_registry.spec import OperatorSpec
 from verify.evidence.verify_op_options import OpOptions
 from verify.operators.verify_spec import verify_spec
 

@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from op_registry.builtin.numeric import elementwise, linear_algebra_fourier_complex
+from op_registry.builtin import elementwise, linear_algebra_fourier_complex
 from op_registry.registry import default_registry
 from op_registry.samples import SAMPLES
 

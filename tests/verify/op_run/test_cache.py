@@ -16,6 +16,7 @@ import torch
 from op_registry.registry import default_registry
 from op_registry.spec import OperatorSpec
 
+from verify.child_processes import Note
 from verify.evidence.inputs.find_operator import record_of
 from verify.evidence.verify_op_options import OpOptions, Safeguards
 from verify.operators.run import cache as cache_module
@@ -23,7 +24,6 @@ from verify.operators.run.cache import CACHED, Cache, key_of
 from verify.operators.run.fingerprint import Opaque, fingerprint
 from verify.operators.run.job import Job, make_job
 from verify.operators.run.verify_many import PoolSettings, run_many
-from verify.processes.pool import Note
 from verify.results.finding import Finding
 from verify.results.report import Check, Report
 from verify.results.verdict import Verdict

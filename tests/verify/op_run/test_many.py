@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from nnscaler.errors import NnscalerError
+from verify.child_processes import Note
 from verify.evidence.inputs.find_operator import record_of
 from verify.evidence.verify_op_options import OpOptions
 from verify.operators.run.cache import CACHED
@@ -16,7 +17,6 @@ from verify.operators.run.job import Job, make_job
 from verify.operators.run.run_job import Reproduce
 from verify.operators.run.targets import find_jobs
 from verify.operators.run.verify_many import InternalError, PoolSettings, run_many, run_one, summary, worst
-from verify.processes.pool import Note
 from verify.results.finding import Finding
 from verify.results.report import Check, Report
 from verify.results.verdict import Verdict

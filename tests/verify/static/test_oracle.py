@@ -19,9 +19,9 @@ from op_registry.call import AxisArgument, TensorArgument
 from op_registry.samples import SAMPLES
 from op_registry.spec import Refusal
 
+from nnscaler.ir.conversion_table_and_paths import explain_illegal, shape_of_rank
 from nnscaler.ir.derive_operand_layouts import explain_illegal_choices, input_states, output_states, shards_of
 from nnscaler.ir.graph import Graph, LogicalTensor, Operation, Slot
-from nnscaler.ir.layout_conversion import explain_illegal, shape_of_rank
 from nnscaler.ir.operation_annotations import Signature, signatures
 from nnscaler.ir.placement import Choice, RunPartial, Split
 from nnscaler.layout import INVARIANT, Partial, Sharded, State

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import nnscaler
 from nnscaler.codegen.compiled_program import Program
 from nnscaler.compile import WantedPlan, compile_traced
+from nnscaler.ir.conversion_table_and_paths import explain_illegal
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.layout_conversion import explain_illegal
 from nnscaler.ir.operation_annotations import signatures
 from nnscaler.layout import INVARIANT, PARTIAL, Layout, Sharded, State
 from nnscaler.runtime.shards import shard

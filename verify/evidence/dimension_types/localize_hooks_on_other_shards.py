@@ -24,7 +24,13 @@ from nnscaler.ir.derive_operand_layouts import explain_illegal_choice, shards_of
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Split
 from verify.evidence.dimension_types.symbolic_call import resized
-from verify.evidence.dimension_types.whole_call_of_localize_hook import NoProof, content, followed_in, leaves, resolved
+from verify.evidence.dimension_types.whole_call_of_localize_hook import (
+    NoProof,
+    content,
+    followed_in,
+    leaves_of_call,
+    resolved,
+)
 from verify.evidence.smt.smaller_calls import same_kind
 from verify.evidence.split_case import uneven_sizes
 
@@ -205,7 +211,7 @@ def _made(signature: Signature, form: Form) -> Made:
         return None
     except Exception as error:  # noqa: BLE001 - a hook of a user's may raise anything
         raise NoProof(f"its hook raises {type(error).__name__} ({_said(signature, form)})") from None
-    if not any(isinstance(leaf, Expression) for _, leaf in leaves(call)):
+    if not any(isinstance(leaf, Expression) for _, leaf in leaves_of_call(call)):
         return [_at(call, {})]
     return [_at(call, place) for place in _places(parts)]
 
@@ -239,7 +245,7 @@ def _at(call: Call, place: Mapping[str, int]) -> dict[Any, Any]:
     """Return the call's operator and arguments on the rank at `place`."""
     operator, args, kwargs = content(call)
     found: dict[Any, Any] = {(): (operator, len(args), sorted(kwargs))}
-    found |= {path: v.evaluate(place) if isinstance(v, Expression) else v for path, v in leaves(call)}
+    found |= {path: v.evaluate(place) if isinstance(v, Expression) else v for path, v in leaves_of_call(call)}
     return found
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from op_registry.call import AxisShard, Call
+from op_registry.call import AxisShard, Call, leaves
 from op_registry.rank_expression import Expression
 from op_registry.spec import OperatorSpec, Refusal
 
@@ -114,7 +114,7 @@ def content(call: Call) -> tuple[Any, ...]:
 
 
 def _followed(signature: Signature, identifier: str, calls: Mapping[int, Call]) -> Call:
-    found = {p: dict(leaves(call)) for p, call in calls.items()}
+    found = {p: dict(leaves_of_call(call)) for p, call in calls.items()}
     first = next(iter(calls.values()))
     if any(call.operator != first.operator for call in calls.values()):
         raise NoProof("its call is rewritten for shards, by the number of parts")
@@ -151,19 +151,9 @@ def _size(signature: Signature, identifier: str, path: Path, column: Mapping[int
     return Follows(whole // bound.sizes[identifier], (identifier,))
 
 
-def leaves(call: Call) -> Iterator[tuple[Path, Any]]:
+def leaves_of_call(call: Call) -> Iterator[tuple[Path, Any]]:
     """Yield the arguments of a call that are no lists, with their places."""
-
-    def walk(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
-        if isinstance(value, list | tuple):
-            for i, item in enumerate(value):
-                yield from walk(item, (*path, i))
-        else:
-            yield path, value
-
-    yield from walk(list(call.args), ("args",))
-    for name, value in call.kwargs.items():
-        yield from walk(value, (name,))
+    return leaves({"args": call.args, **call.kwargs})
 
 
 def _replace_leaves(call: Call, changes: Mapping[Path, Any]) -> Call:
@@ -178,13 +168,13 @@ def _replace_leaves(call: Call, changes: Mapping[Path, Any]) -> Call:
 
 def resolved(call: Call, size: Callable[[str], Any]) -> Call:
     """Return the call with a number (or symbol) for every `Follows`; `size` gives those of identifiers."""
-    found = {path: leaf for path, leaf in leaves(call) if isinstance(leaf, Follows)}
+    found = {path: leaf for path, leaf in leaves_of_call(call) if isinstance(leaf, Follows)}
     return _replace_leaves(call, {path: leaf.times * prod(map(size, leaf.identifiers)) for path, leaf in found.items()})
 
 
 def followed_in(call: Call, followed: Call) -> Call:
     """Return the call with `Follows` where `followed` has them."""
-    return _replace_leaves(call, {path: leaf for path, leaf in leaves(followed) if isinstance(leaf, Follows)})
+    return _replace_leaves(call, {path: leaf for path, leaf in leaves_of_call(followed) if isinstance(leaf, Follows)})
 
 
 def _same_on_the_whole(

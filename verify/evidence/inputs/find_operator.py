@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import fnmatch
 import inspect
-import linecache
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -17,7 +16,8 @@ from typing import Any
 from op_registry.annotation.parser import parse
 from op_registry.register import parameters_of
 from op_registry.registry import check_annotation, default_registry
-from op_registry.spec import OperatorSpec, SchemaParameter, SourceLocation
+from op_registry.source_location import definition_of
+from op_registry.spec import OperatorSpec, SchemaParameter
 from op_registry.torch_schema import SchemaError, infer_schema
 
 from nnscaler.errors import NnscalerError
@@ -268,7 +268,7 @@ def record_of(operator: Any) -> OperatorSpec | None:
 
         if is_optimizer(operator):
             own = operator.__module__.partition(".")[0] == "torch"
-            return optimizer_operator(operator, {}, None if own else _place(operator))
+            return optimizer_operator(operator, {}, None if own else definition_of(operator))
     registry = default_registry()
     function = _autograd_function(operator)
     if function is not None:  # `apply` of the class is the target
@@ -313,7 +313,7 @@ def _plain(operator: Any, target: Callable[..., Any]) -> OperatorSpec:
     """Return a record for what is not registered: its annotation must come with the command."""
     name = str(getattr(operator, "__name__", type(operator).__name__))
     qualname = str(getattr(operator, "__qualname__", type(operator).__name__))
-    return OperatorSpec(name, "", target=target, where=_place(operator), qualname=qualname)
+    return OperatorSpec(name, "", target=target, where=definition_of(operator), qualname=qualname)
 
 
 def _parameters(function: Any, annotation: str) -> tuple[SchemaParameter, ...]:
@@ -329,18 +329,3 @@ def _parameters(function: Any, annotation: str) -> tuple[SchemaParameter, ...]:
     except (SchemaError, NnscalerError, ValueError, TypeError):
         return ()
     return parameters_of(schema)
-
-
-def _place(operator: Any) -> SourceLocation | None:
-    inner = inspect.unwrap(operator) if callable(operator) else operator
-    if inspect.isclass(inner):
-        try:
-            file, line = inspect.getsourcefile(inner) or "", inspect.getsourcelines(inner)[1]
-        except (OSError, TypeError):
-            return None
-        return SourceLocation(file, line, linecache.getline(file, line).strip())
-    code = getattr(inner, "__code__", None)
-    if code is None:
-        return None
-    line = code.co_firstlineno
-    return SourceLocation(code.co_filename, line, linecache.getline(code.co_filename, line).strip())

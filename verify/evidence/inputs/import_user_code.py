@@ -6,15 +6,15 @@ import importlib
 import importlib.util
 import os
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 
 from nnscaler.error_text import in_one_line
-from nnscaler.errors import GUARD_MAIN, NnscalerError, SourceLocation, exit_call
+from nnscaler.errors import GUARD_MAIN, NnscalerError, exit_call
 from nnscaler.is_user_file import is_users
+from nnscaler.model_file import user_frame
 
 
 def load_file(file: str | Path) -> ModuleType:
@@ -65,21 +65,10 @@ def _guarded(load: Callable[[], ModuleType], what: str, folder: Path | None) -> 
         raise NnscalerError("import_failed", message, help=GUARD_MAIN) from None
     except ModuleNotFoundError as error:
         help = "it is searched as Python would, and in the current folder" if folder is None else None
-        raise NnscalerError("import_failed", f"cannot import {what}: {error}", _place(error), help) from error
+        raise NnscalerError("import_failed", f"cannot import {what}: {error}", user_frame(error), help) from error
     except Exception as error:
         message = f"cannot import {what}: {in_one_line(error)}"
-        raise NnscalerError("import_failed", message, _place(error)) from error
-
-
-def _place(error: BaseException) -> SourceLocation | None:
-    """Return the last line of the traceback that is in a user's file."""
-    if isinstance(error, SyntaxError) and error.filename and error.lineno:
-        return SourceLocation(error.filename, error.lineno, (error.text or "").strip())
-    best = None
-    for frame in traceback.extract_tb(error.__traceback__):
-        if frame.lineno is not None and is_users(frame.filename):
-            best = SourceLocation(frame.filename, frame.lineno, frame.line or "")
-    return best
+        raise NnscalerError("import_failed", message, user_frame(error)) from error
 
 
 def _near_file(path: Path) -> str | None:

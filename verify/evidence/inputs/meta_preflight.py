@@ -62,7 +62,7 @@ def remembers(trial: Callable[[], object], real: Callable[[], object]) -> bool:
 def succeeds(*steps: Callable[[], object]) -> bool | None:
     """Return whether a child process finishes these steps; None if it takes too long. False without fork.
 
-    A bare fork, not one of `verify.processes.pool`: children of the pool ask as well, and start autograd, which does
+    A bare fork, not one of `verify.child_processes`: children of the pool ask as well, and start autograd, which does
     not survive a second fork where there are GPUs. To check kernels takes a forward pass only.
     """
     if not hasattr(os, "fork"):

@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 
 from op_registry.builtin.optimizers import elementwise_annotation, update_annotation
 from op_registry.call import Call
-from op_registry.spec import OperatorSpec, SchemaParameter, SourceLocation
+from op_registry.source_location import SourceLocation
+from op_registry.spec import OperatorSpec, SchemaParameter
 
 from nnscaler.errors import NnscalerError
 from nnscaler.training.functional_optimizer import AGES, SIZES, Update, drawn, make_update, optimizer_name

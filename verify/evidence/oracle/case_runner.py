@@ -19,8 +19,8 @@ from op_registry.registry import default_registry
 from op_registry.samples import samples_of
 from op_registry.spec import OperatorSpec, Refusal
 
+from nnscaler.ir.conversion_table_and_paths import explain_illegal
 from nnscaler.ir.derive_operand_layouts import explain_illegal_choice
-from nnscaler.ir.layout_conversion import explain_illegal
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Split
 from nnscaler.runtime.training.autocast import AskedDtypes

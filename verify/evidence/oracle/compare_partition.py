@@ -17,8 +17,8 @@ from torch import Tensor
 from op_registry.bind_annotation import localise
 from op_registry.call import AxisArgument, Call
 
+from nnscaler.ir.conversion_table_and_paths import shape_of_rank
 from nnscaler.ir.derive_operand_layouts import input_states, output_states, shards_of
-from nnscaler.ir.layout_conversion import shape_of_rank
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice
 from nnscaler.layout import Partial, Prefix, Sharded, State, gradient_state

@@ -8,6 +8,8 @@ from functools import cached_property
 
 from torch import Tensor
 
+from op_registry.call import dtype_name
+
 from verify.external.comparison.reference_in_parts_and_noise import MicroMeans
 from verify.external.observe_rank_run import RankRecord
 from verify.external.program import ExternalProgram
@@ -65,7 +67,7 @@ class ProgramRun:
     @property
     def dtype(self) -> str:
         """Return the dtype of the run, as torch names it."""
-        return str(self.reference.dtype).removeprefix("torch.")
+        return dtype_name(self.reference.dtype)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from verify.external.reference import (
     run_reference,
 )
 from verify.programs.causes.wrong_tensor import Cause
-from verify.programs.low_precision.noise import NearTies, moved_model, rounded_model
+from verify.programs.low_precision.noise_statistics import NearTies, moved_model, rounded_model
 from verify.programs.low_precision.reassociation_mode import Reassociated
 from verify.results.tolerance import Key, Tolerance
 

@@ -8,15 +8,15 @@ depend on the rank drop other elements on each of them: the losses differ, and s
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from op_registry.spec import SourceLocation
+from op_registry.source_location import SourceLocation
 
+from nnscaler.random_generators import generators_kept, moved, states
 from nnscaler.runtime.tensor_values import difference, family_scale
 from nnscaler.tracing.export.module_copies import copied_with_hooks
 from nnscaler.tracing.float64_run import exact
@@ -50,10 +50,10 @@ def draws(program: ExternalProgram, model: nn.Module, batch: Batch) -> bool:
 
 def draws_beside_dropout(program: ExternalProgram, model: nn.Module, batch: Batch) -> bool:
     """Return whether a step draws random numbers with dropout off, from generators of torch, Python or its own."""
-    with torch.random.fork_rng(devices=[]):
-        before = torch.get_rng_state(), random.getstate()
+    with generators_kept():
+        before = states()
         one = _loss(program, model, batch, dropout=False)
-        drew = not torch.equal(torch.get_rng_state(), before[0]) or random.getstate() != before[1]
+        drew = bool(moved(before, states()))
         other = _loss(program, model, batch, dropout=False)
     return drew or (one is not None and other is not None and not torch.equal(one, other))
 

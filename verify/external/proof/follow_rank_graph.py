@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from op_registry.spec import SourceLocation
+from op_registry.source_location import SourceLocation
 
 from nnscaler.layout import Axis
 from verify.evidence.dimension_types.states import PARTIAL_SUM, SAME, Shard

@@ -9,9 +9,10 @@ value of which nothing is known.
 
 from __future__ import annotations
 
-import linecache
 import sys
 from collections.abc import Hashable, Mapping
+from itertools import dropwhile
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from op_registry.call import map_leaves
-from op_registry.spec import SourceLocation
+from op_registry.source_location import SourceLocation
 
 from nnscaler.is_user_file import beside
 from verify.evidence.dimension_types.trace import written
@@ -226,12 +227,10 @@ def _place(tensor: Tensor) -> tuple[int, Any]:
 
 def _line_of_user() -> SourceLocation | None:
     """Return the innermost line that is not torch's, of those that the trace has called."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename == __file__:
-        frame = frame.f_back  # type: ignore[assignment]
-    while frame is not None and not frame.f_code.co_filename.startswith(_OWN):
-        file = frame.f_code.co_filename
+    frames = ((frame.f_code.co_filename, line) for frame, line in walk_stack(sys._getframe(1)))
+    for file, line in dropwhile(lambda at: at[0] == __file__, frames):
+        if file.startswith(_OWN):
+            break
         if not file.startswith((_TORCH, "<")) and "/contextlib.py" not in file:
-            return SourceLocation(file, frame.f_lineno, linecache.getline(file, frame.f_lineno).strip())
-        frame = frame.f_back  # type: ignore[assignment]
+            return SourceLocation.read(file, line)
     return None

@@ -14,10 +14,11 @@ from math import prod
 import torch
 
 from op_registry.call import instances_in
-from op_registry.spec import SourceLocation
+from op_registry.source_location import SourceLocation
 
 from nnscaler.layout import Axis
 from nnscaler.runtime.nested_values import tensors_in
+from nnscaler.without_garbage_collection import without_garbage_collection
 from verify.external.program import ExternalProgram
 from verify.external.proof.facts import Fact, NoFact
 from verify.external.proof.follow_rank_graph import Followed, Follower, Lost
@@ -33,7 +34,7 @@ from verify.external.proof.rank_graph import Aligned, CallOutput, HeldInGraph, R
 from verify.external.proof.reference_as_terms import ProofReference, read_reference
 from verify.external.proof.result_states_of_rank_call import Lifting
 from verify.external.proof.terms import WholeTerm
-from verify.external.proof.trace import NotTraced, trace_rank, trace_whole, without_collection
+from verify.external.proof.trace import NotTraced, trace_rank, trace_whole
 from verify.results.finding import Finding
 from verify.results.verdict import Verdict, merge
 
@@ -99,7 +100,7 @@ def _aligned(program: ExternalProgram) -> Aligned:
 
 def prove_external(program: ExternalProgram) -> ExternalProof:
     """Trace as few ranks of the program as will do, and its model, and prove that they agree."""
-    with without_collection():
+    with without_garbage_collection():
         return _proved(program)
 
 

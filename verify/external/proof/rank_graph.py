@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from op_registry.call import instances_in
-from op_registry.spec import SourceLocation
+from op_registry.source_location import SourceLocation
 
 
 @dataclass(frozen=True, slots=True)

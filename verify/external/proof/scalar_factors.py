@@ -13,7 +13,7 @@ from fractions import Fraction
 from types import MappingProxyType
 from typing import Any
 
-from op_registry.call import map_leaves
+from op_registry.call import leaves, map_leaves
 
 from verify.evidence.dimension_types.rules.call_with_states import Operand, RuleCall
 from verify.evidence.dimension_types.states import PARTIAL_SUM, SAME, PartialSum, Same, Unknown
@@ -37,18 +37,8 @@ class Pulled:
 
 def tensors_of(arguments: Mapping[str, Any]) -> list[tuple[str, CallOutput]]:
     """Return the tensors of a call with their names (`indices.0` in lists), in order."""
-    found: list[tuple[str, CallOutput]] = []
-
-    def walk(name: str, value: Any) -> None:
-        if isinstance(value, CallOutput):
-            found.append((name, value))
-        elif isinstance(value, list | tuple):
-            for i, item in enumerate(value):
-                walk(f"{name}.{i}", item)
-
-    for name, value in arguments.items():
-        walk(name, value)
-    return found
+    found = ((".".join(map(str, path)), value) for path, value in leaves(arguments))
+    return [(name, value) for name, value in found if isinstance(value, CallOutput)]
 
 
 class Factors:

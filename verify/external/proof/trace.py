@@ -7,10 +7,9 @@ under the recorder.
 
 from __future__ import annotations
 
-import gc
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -40,7 +39,7 @@ from verify.external.proof.rank_graph import HeldInGraph, RankGraph, pruned
 from verify.external.ranks.torch_private_trace import fake_world, group_ranks, meshes_for_real
 from verify.external.reference import row_count
 from verify.external.torchrun.cuda_on_cpu import replaced
-from verify.programs.reference.eager import state_of
+from verify.programs.eager_reference import state_of
 
 Spans = Callable[[str], tuple[str, ...] | None]  # name of a group -> the mesh axes that it spans
 WHOLE = -1  # "rank" of the plain model's graph
@@ -301,18 +300,6 @@ def _traced(
     named = {a for c in recorder.calls for a in c.arguments.values() if isinstance(a, str)}
     groups = {name: spans(name) for name in sorted(named) if _is_group(name)} if places else {}
     return pruned(RankGraph(rank, places, tuple(recorder.calls), stored, inputs, found, gradients, changed, groups))
-
-
-@contextmanager
-def without_collection() -> Iterator[None]:
-    """Collect no garbage until the end: a trace makes many objects, and keeps them."""
-    on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if on:
-            gc.enable()
 
 
 def _is_group(name: str) -> bool:

@@ -54,9 +54,8 @@ def place_of_call() -> str | None:
 
 
 def _innermost(frame: FrameType | None) -> str | None:
-    while frame is not None and not is_program(frame.f_code.co_filename):
-        frame = frame.f_back
-    return None if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    frames = () if frame is None else traceback.walk_stack(frame)
+    return next((f"{f.f_code.co_filename}:{line}" for f, line in frames if is_program(f.f_code.co_filename)), None)
 
 
 def place_of_error(trace: TracebackType | None) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import random
 import sys
 from dataclasses import dataclass
 from operator import is_
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from nnscaler.is_user_file import is_users
+from nnscaler.random_generators import States, set_states, states
 from verify.external.ranks.torch_private import rank_attributes
 
 VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
@@ -23,9 +23,7 @@ class RankState:
     """State of a process as one rank left it: random numbers, default dtype, variables, tables of torch, and what the
     names of the user's modules are bound to, such as the process groups that a library of his keeps in one."""
 
-    torch_random: torch.Tensor
-    python_random: tuple[Any, ...]
-    numpy_random: Any
+    random: States
     dtype: torch.dtype
     variables: tuple[str | None, ...]
     attributes: tuple[tuple[Any, str, Any, Any], ...]  # owner, name, value, and a copy of what is in it
@@ -40,11 +38,8 @@ def environment_of(rank: int, ranks: int) -> tuple[str, ...]:
 def save_state(earlier: RankState | None = None) -> RankState:
     """Return the state of this process now; of the modules that are in an earlier one, for there are thousands."""
     spaces = _of_users() if earlier is None else [space for space, _ in earlier.names]
-    numpy = sys.modules.get("numpy")
     return RankState(
-        torch.get_rng_state(),
-        random.getstate(),
-        numpy.random.get_state() if numpy is not None else None,
+        states(),
         torch.get_default_dtype(),
         tuple(os.environ.get(name) for name in VARIABLES),
         tuple((owner, name, getattr(owner, name), _content(getattr(owner, name))) for owner, name in rank_attributes()),
@@ -54,10 +49,7 @@ def save_state(earlier: RankState | None = None) -> RankState:
 
 def load_state(state: RankState) -> None:
     """Put this process into the state that `save_state` returned."""
-    torch.set_rng_state(state.torch_random)
-    random.setstate(state.python_random)
-    if state.numpy_random is not None:
-        sys.modules["numpy"].random.set_state(state.numpy_random)
+    set_states(state.random)
     if torch.get_default_dtype() != state.dtype:
         torch.set_default_dtype(state.dtype)
     for name, value in zip(VARIABLES, state.variables, strict=True):

@@ -6,17 +6,18 @@ from __future__ import annotations
 import pickle
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar, cast
 
+from verify.child_processes import Died, Done, Note, TimedOut, run_forked
 from verify.external.ranks.call_sites import place_in_stack
 from verify.external.ranks.globals_of_ranks import empty_caches
 from verify.external.ranks.processes.run_over_gloo import run_over_gloo
 from verify.external.ranks.run_result import FAILURES, RankCall, RankRun, RanksFailed
 from verify.external.ranks.threads.simulator import run_simulated
 from verify.external.ranks.torch_private import preload
-from verify.processes.pool import Died, Done, Note, TimedOut, run_forked
 
-__all__ = ["FAILURES", "RankCall", "RankRun", "RanksFailed", "run_ranks", "run_ranks_isolated"]
+__all__ = ["FAILURES", "RankCall", "RankRun", "RanksFailed", "run_ranks"]
 
 T = TypeVar("T")
 
@@ -29,14 +30,15 @@ def run_ranks(
     executor: str = "simulator",
     *,
     initialise: bool = True,
-    free_threads: bool = False,
+    isolate: bool = False,
     timeout: float = 120.0,
 ) -> RankRun[T]:
     """Call `function(rank)` on every rank, and return the results by rank.
 
     executor      "simulator": threads of this process over a simulated backend; "gloo": forked processes
     initialise    the default process group exists when the function is called, and is destroyed after it
-    free_threads  simulator only: all ranks run at once, and share random numbers; else one at a time, each with its own
+    isolate       simulator: in a forked child, so that ranks that end the process raise RanksFailed ("rank_died"); the
+                  results must be picklable
     timeout       seconds of a FairClock for the whole run
 
     Raises RanksFailed where ranks disagree, wait for ever, raise, die, or are not done in time.
@@ -44,30 +46,8 @@ def run_ranks(
     assert executor in ("simulator", "gloo"), executor
     if executor == "gloo":
         return run_over_gloo(function, ranks, initialise=initialise, timeout=timeout)
-    return run_simulated(function, ranks, initialise=initialise, free_threads=free_threads, timeout=timeout)
-
-
-def run_ranks_isolated(
-    function: Callable[[int], T],
-    ranks: int,
-    executor: str = "simulator",
-    *,
-    initialise: bool = True,
-    free_threads: bool = False,
-    timeout: float = 120.0,
-) -> RankRun[T]:
-    """Do as `run_ranks`, in a forked child: where ranks end the process, RanksFailed is raised ("rank_died").
-
-    The results must be picklable. Ranks over gloo are processes of their own in any case.
-    """
-    if executor != "simulator":
-        return run_ranks(function, ranks, executor, initialise=initialise, timeout=timeout)
-    return run_in_child(
-        lambda note: run_simulated(
-            function, ranks, initialise=initialise, free_threads=free_threads, timeout=timeout, note=note
-        ),
-        timeout + _PATIENCE,
-    )
+    simulated = partial(run_simulated, function, ranks, initialise=initialise, timeout=timeout)
+    return run_in_child(lambda note: simulated(note=note), timeout + _PATIENCE) if isolate else simulated()
 
 
 _RANK = re.compile(r"rank (\d+)")
@@ -95,10 +75,9 @@ def run_in_child(run: Callable[[Note], RankRun[T]], timeout: float) -> RankRun[T
         return cast(RankRun[T], found)
     if isinstance(event, Died | TimedOut):
         code = "rank_died" if isinstance(event, Died) else "timed_out"
-        how = event.how if isinstance(event, Died) else f"still running after {event.seconds:.0f} s"
         named = _RANK.match(event.note)
         rank = int(named.group(1)) if named is not None else None
-        message = f"the process of the ranks was {how}" + (f"; {event.note}" if event.note else "")
+        message = f"the process of the ranks was {event.how}" + (f"; {event.note}" if event.note else "")
         by_rank = {} if rank is None else {rank: f"{event.note}\n{event.trace}".rstrip()}
         raise RanksFailed(code, message, rank=rank, place=place_in_stack(event.trace), by_rank=by_rank)
     raise RanksFailed("rank_raises", str(event.error), by_rank={0: event.text})

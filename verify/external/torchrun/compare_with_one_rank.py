@@ -23,7 +23,7 @@ from verify.external.ranks.run_result import RanksFailed
 from verify.external.reference import PlainReference, ReferenceStep
 from verify.external.torchrun.elements_of_one_rank import NONE_FILLED, FilledIn, filled_in
 from verify.external.torchrun.feed_data_of_all_ranks import Material, Way
-from verify.external.torchrun.find_comparison_gaps import Tried, doubt_of, idle_at_start, left_open, reason_of
+from verify.external.torchrun.find_comparison_gaps import Tried, doubt_of, idle_at_start, left_open, why_not_whole
 from verify.external.torchrun.match_one_rank import (
     Layout,
     own_gradients,
@@ -34,7 +34,7 @@ from verify.external.torchrun.match_one_rank import (
 )
 from verify.external.torchrun.run_ranks_and_reference import Failed, NoReference, NotMatched, ScriptRunner
 from verify.external.torchrun.watched_script_record import Clipped, ScriptRecord
-from verify.programs.low_precision.noise import moved
+from verify.programs.low_precision.noise_statistics import moved
 from verify.results.finding import Finding
 from verify.results.report import Check
 from verify.results.tolerance import AGREES, Key, Tolerance
@@ -273,7 +273,7 @@ def _judged(
         checks += [replicas.check(Verdict.TESTED_EXACT)] if replicas.count else []
         found += findings(chosen.run, (replicas,))
     if doubt is not None:
-        checks = [replace(c, verdict=Verdict.INCONCLUSIVE, refuted=0) if c.refuted else c for c in checks]
+        checks = [check.undecided() for check in checks]
         found = [replace(f, code="near_threshold", cause=f"{f.cause + '; ' if f.cause else ''}{doubt}") for f in found]
     mixed = next((one for one in reasons if one.way == "own" and one.mismatch == "mixed_rows"), None)
     for check, finding in left_open(chosen.run, unseen, idle, mixed if chosen.agrees else None, unplaced):
@@ -307,7 +307,7 @@ def _with_assumption(judged: Judged, made: Sequence[Attempt]) -> Judged:
                 f"it is 1/{parts} of that, as where a loss is a sum over rows, and gradients are averaged over parts"
             )
     else:
-        message += f"the script could not be run on one rank with the rows of all: {reason_of('whole', judged.reasons)}"
+        message += f"the script could not be run on one rank with the rows of all: {why_not_whole(judged.reasons)}"
     check = Check("whole batches", Verdict.INCONCLUSIVE, 1, 0, detail="the mean over data parts is assumed to be right")
     return replace(
         judged,

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -125,15 +126,11 @@ def cuda_is_the_cpu() -> Iterator[None]:
 @contextmanager
 def replaced(changes: Sequence[Change]) -> Iterator[None]:
     """Set attributes, and set them back."""
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes if hasattr(owner, name)]
-    for owner, name, value in changes:
-        if hasattr(owner, name):
-            setattr(owner, name, value)
-    try:
+    with ExitStack() as stack:
+        for owner, name, value in changes:
+            if hasattr(owner, name):
+                stack.enter_context(patch.object(owner, name, value))
         yield
-    finally:
-        for owner, name, value in reversed(before):
-            setattr(owner, name, value)
 
 
 def cpu_changes(

@@ -61,7 +61,7 @@ def doubt_of(
         return "the gradient is the sum over the data parts: whether the loss is a sum over rows could not be tried"
     vague = any(c.kind in VAGUE or (c.kind == "scaled" and abs(c.factor * layout.count - 1) > _SAME) for c in causes)
     if tried.way == "part" and vague and _of_several_sizes(records, layout):
-        reason = reason_of("whole", tried.reasons)
+        reason = why_not_whole(tried.reasons)
         return (
             "the data parts have other numbers of rows or labels, so that a loss over all of them is not the mean over "
             f"the parts, and the script could not be run on one rank with the rows of all: {reason}"
@@ -69,9 +69,9 @@ def doubt_of(
     return None
 
 
-def reason_of(way: Way, reasons: Sequence[NoReference]) -> str:
-    """Say why there is no reference in this way: the last reason, which assumes least."""
-    return next(reason.text for reason in reversed(reasons) if reason.way == way)
+def why_not_whole(reasons: Sequence[NoReference]) -> str:
+    """Say why there is no reference with the rows of all: the last reason, which assumes least."""
+    return next(reason.text for reason in reversed(reasons) if reason.way == "whole")
 
 
 _SAME = 1e-3  # how far a factor may be from a number of data parts, for rounding
@@ -80,10 +80,9 @@ _SAME = 1e-3  # how far a factor may be from a number of data parts, for roundin
 def _of_several_sizes(records: Sequence[ScriptRecord], layout: Layout) -> bool:
     """Return whether data parts took in tensors of other shapes, or other numbers of negative ones: labels that a loss
     ignores."""
-    held = [records[layout.parts.index(part)].events for part in range(layout.count)]
     sizes = [
         [(t.shape, int((t < 0).sum()) if t.dtype == torch.int64 else 0) for k in sorted(own) for e in own[k] for t in e]
-        for own in held
+        for own in layout.events(records)
     ]
     return any(own != sizes[0] for own in sizes)
 

@@ -153,6 +153,10 @@ class Layout:
         axes = (("data", self.count), ("model", rest))
         return tuple(axis for axis in axes if axis[1] > 1) or (("data", 1),)
 
+    def events(self, records: Sequence[ScriptRecord]) -> list[Events]:
+        """Return what each data part takes in."""
+        return [records[self.parts.index(part)].events for part in range(self.count)]
+
     def coordinate(self, rank: int) -> dict[str, int]:
         """Return the coordinate of a rank."""
         part = self.parts[rank]

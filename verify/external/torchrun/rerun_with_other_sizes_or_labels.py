@@ -264,8 +264,10 @@ def _refuted(judged: Judged) -> bool:
 
 def _counted_alike(records: Sequence[ScriptRecord], layout: Layout, constants: Sequence[int]) -> bool:
     """Return whether some labels that come in are ignored, and as many count in every data part."""
-    held = [records[layout.parts.index(part)].events for part in range(layout.count)]
-    counts = [[_counts(t, constants) for kind in sorted(own) for event in own[kind] for t in event] for own in held]
+    counts = [
+        [_counts(t, constants) for kind in sorted(own) for event in own[kind] for t in event]
+        for own in layout.events(records)
+    ]
     return any(count for count in counts[0]) and all(own == counts[0] for own in counts)
 
 

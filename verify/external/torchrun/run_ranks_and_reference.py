@@ -16,13 +16,13 @@ from torch import Tensor
 
 from nnscaler.atomic_writes import save_tensors
 from nnscaler.error_text import in_one_line
+from verify.child_processes import Died, Done, Event, Note, Task, run_forked
 from verify.external.ranks.run import run_ranks
 from verify.external.ranks.torch_private import FileStore, bare_gloo
 from verify.external.ranks.unwaited_async_calls import note_of_forgotten
 from verify.external.torchrun.feed_data_of_all_ranks import Material, RanksFeed, Way
 from verify.external.torchrun.run_watched_script import run_script
 from verify.external.torchrun.watched_script_record import Mismatch, ScriptRecord, Start, Unmatched
-from verify.processes.pool import Died, Done, Event, Note, Task, run_forked
 
 # What is no rank of the others, in forked processes: the script on one rank, once for each data part.
 

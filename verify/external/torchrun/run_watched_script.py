@@ -7,14 +7,13 @@ import linecache
 import os
 import runpy
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
 
-from nnscaler.errors import NnscalerError
-from verify.evidence.inputs.random_state import seed_all
+from nnscaler.random_generators import seed_all
 from verify.external.comparison.reference_in_parts_and_noise import PARTS
 from verify.external.ranks.attention_and_float64_of_torch import register_attention
 from verify.external.ranks.torch_private import FileStore
@@ -44,25 +43,6 @@ def torchrun_environment(start: Start) -> Mapping[str, str]:
 
 class ScriptExit(Exception):
     """The script ended its process with an exit code that says that something went wrong."""
-
-
-def check_words(words: Sequence[str]) -> tuple[str, ...]:
-    """Return the words without those of torchrun itself. Raises NnscalerError `usage`, `no_such_file`."""
-    given = list(words)
-    help = "write what follows torchrun's own options: --torchrun 'train.py --lr 0.1'"
-    if not given:
-        raise NnscalerError("usage", "--torchrun names no script", help=help)
-    if given[0] == "-m":
-        if len(given) < 2:
-            raise NnscalerError("usage", "-m names no module", help=help)
-        return tuple(given)
-    if given[0].startswith("-") or given[0] == "torchrun":
-        raise NnscalerError("usage", f"--torchrun begins with {given[0]!r}, which is no script", help=help)
-    if not Path(given[0]).is_file():
-        raise NnscalerError(
-            "no_such_file", f"there is no file {given[0]!r}", help="name the script that torchrun starts"
-        )
-    return tuple(given)
 
 
 def run_script(start: Start, save: Callable[[ScriptRecord], None], feed: RanksFeed | None = None) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from op_registry.call import dtype_name
+
 from nnscaler.error_text import first_line
 from nnscaler.errors import few
 from verify.external.ranks.attention_and_float64_of_torch import exact_throughout
@@ -29,7 +31,6 @@ from verify.external.torchrun.rerun_with_other_sizes_or_labels import (
     without_limits,
 )
 from verify.external.torchrun.run_ranks_and_reference import Failed, ScriptRunner
-from verify.external.torchrun.run_watched_script import check_words
 from verify.external.torchrun.watched_script_record import ScriptRecord
 from verify.external.unequal_label_counts import NAME
 from verify.results.finding import Finding
@@ -71,16 +72,15 @@ def verify_script(
 
     dtype      "float64": every floating-point tensor is, where the script allows it; "own": those that it has
     timeout    seconds of each run of the script; there are up to six
+    words      as `words_of_script` returns them
     reference  "whole": the script on one rank, with the rows of all; "parts": or the mean over the data parts
 
-    Raises NnscalerError `usage`, `no_such_file`.
     """
     started = time.perf_counter()
     exact_throughout()
-    given = check_words(words)
     with tempfile.TemporaryDirectory(prefix="nnscaler-torchrun-", ignore_cleanup_errors=True) as folder:
         double, parts = dtype == "float64", reference == "parts"
-        runner = ScriptRunner(given, ranks, steps, timeout, Path(folder), double, parts)
+        runner = ScriptRunner(tuple(words), ranks, steps, timeout, Path(folder), double, parts)
         checks, found, notes, used = _verify(runner, progress)
     return Report(
         tool=TOOL,
@@ -105,7 +105,7 @@ def _verify(runner: ScriptRunner, progress: Progress) -> Outcome:
         records, runner = _run(runner, notes)
     except RanksFailed as failure:
         return _failed(runner, failure)
-    used = "float64" if runner.double else str(records[0].dtype).removeprefix("torch.")
+    used = "float64" if runner.double else dtype_name(records[0].dtype)
     notes += [note for record in records for note in record.notes]
     ended = ("the script runs to its steps", tuple(len(record.steps) for record in records))
     if min(ended[1]) == 0 or len(set(ended[1])) > 1:
@@ -284,10 +284,9 @@ def _unequal_settings(records: Sequence[ScriptRecord]) -> str | None:
 
 def _as_many_labels(layout: Layout, records: Sequence[ScriptRecord]) -> bool:
     """Return whether the data hold integers, and as many negative ones, which losses ignore, in every data part."""
-    held = [records[layout.parts.index(part)].events for part in range(layout.count)]
     counts = [
         [int((t < 0).sum()) for kind in sorted(own) for event in own[kind] for t in event if t.dtype == torch.int64]
-        for own in held
+        for own in layout.events(records)
     ]
     return bool(counts[0]) and all(own == counts[0] for own in counts)
 

@@ -24,12 +24,12 @@ from torch.utils.data import DataLoader
 from nnscaler.errors import few
 from nnscaler.runtime.training.autocast import autocast_on
 from nnscaler.tracing.float64_run import exact, exact_tensor
-from verify.external.observe_rank_run import changed, local_gradient, note_on_hooks
+from verify.external.observe_rank_run import changed, local_gradient, note_on_hooks, whole_scalar
 from verify.external.torchrun.cuda_on_cpu import left_as_filled, replaced
 from verify.external.torchrun.feed_data_of_all_ranks import RanksFeed
 from verify.external.torchrun.find_and_replace_data import ScriptMode, exchanged, settings_of, thinned, varied
 from verify.external.torchrun.script_state import ScriptState
-from verify.external.torchrun.watch_clipping import ClippingWatch, scalar
+from verify.external.torchrun.watch_clipping import ClippingWatch
 from verify.external.torchrun.watched_script_record import ScriptRecord, SeenStep, Start, Stopped, Tensors, Unmatched
 
 _ADDED = (
@@ -222,7 +222,7 @@ class ScriptWatch:
         """Return the losses among what a backward pass starts from, and note how coarsely they are rounded."""
         losses = [root for root in roots if _is_loss(root)]
         self._loss_unit = max([self._loss_unit, *(torch.finfo(loss.dtype).eps for loss in losses)])
-        return [scalar(loss) for loss in losses]
+        return [whole_scalar(loss).double() for loss in losses]
 
     def _given(self, kind: str, values: Any) -> Any:
         """Return what a schedule is given. One rank is first and last stage: it may lack what other ranks have."""

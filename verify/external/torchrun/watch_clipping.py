@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 
+from verify.external.observe_rank_run import whole_scalar
 from verify.external.parameter_mapping import local_value
 from verify.external.torchrun.watched_script_record import Clipped
 
@@ -53,7 +53,7 @@ class ClippingWatch:
                 made = function(*args, **named)
             norm = norm_of(made, *args, **named)
             if len(self._norms) == before and isinstance(norm, Tensor) and norm.numel() == 1:
-                self._norms.append(scalar(norm))  # else a function that it calls has noted it
+                self._norms.append(whole_scalar(norm).double())  # else a function that it calls has noted it
                 self._note("norm", self._norms[-1], args[1] if len(args) > 1 else named.get("max_norm"))
             return made
 
@@ -91,10 +91,3 @@ def _given(*args: Any, total_norm: Any = None, **_: Any) -> Any:
 def _largest(parameters: Iterable[Tensor]) -> Tensor:
     values = [local_value(p.grad).abs().max().double() for p in parameters if p.grad is not None and p.grad.numel()]
     return torch.stack(values).max() if values else torch.zeros(())
-
-
-def scalar(loss: Tensor) -> Tensor:
-    """Return a scalar as it is for the whole mesh, in float64."""
-    value = loss.detach()
-    value = value.full_tensor() if isinstance(value, DTensor) else value
-    return local_value(value).reshape(()).clone().double()

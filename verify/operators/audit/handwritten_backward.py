@@ -8,7 +8,6 @@ a constant.
 from __future__ import annotations
 
 import inspect
-import linecache
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +22,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from op_registry.spec import OperatorSpec, SourceLocation
+from op_registry.source_location import SourceLocation, definition_of
+from op_registry.spec import OperatorSpec
 
 from nnscaler.is_user_file import beside
 from verify.evidence.inputs.concrete_call import ConcreteCall, function_of, outputs_of, with_tensors
@@ -87,19 +87,6 @@ def nodes_of(outputs: Sequence[Tensor | None]) -> Iterator[Any]:
         waiting += [following for following, _ in node.next_functions if following is not None]
 
 
-def location(function: Any) -> SourceLocation | None:
-    """Return the line of a function's `def`; None for what has no source."""
-    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
-    if code is None:
-        return None
-    for line in range(code.co_firstlineno, code.co_firstlineno + 20):
-        text = linecache.getline(code.co_filename, line).strip()
-        if text.startswith(("def ", "async def ")):
-            return SourceLocation(code.co_filename, line, text)
-    first = code.co_firstlineno
-    return SourceLocation(code.co_filename, first, linecache.getline(code.co_filename, first).strip())
-
-
 def _of_node(node: Any) -> Handwritten | None:
     if isinstance(node, BackwardCFunction):
         cls: Any = vars(type(node))["_forward_cls"]
@@ -107,7 +94,7 @@ def _of_node(node: Any) -> Handwritten | None:
         registered = _of_library(backward)
         if registered is not None:
             return None if registered.where is None else registered  # without one, it raises
-        return Handwritten(cls.__name__, "autograd.Function", location(backward), cls)
+        return Handwritten(cls.__name__, "autograd.Function", definition_of(backward, keyword=True), cls)
     name = node.name()
     if name.startswith("torch::autograd::CppNode"):
         return Handwritten(name.removeprefix("torch::autograd::CppNode").strip("<>"), "C++ autograd function")
@@ -122,7 +109,7 @@ def _of_library(backward: Any) -> Handwritten | None:
     held = dict(zip(code.co_freevars, (c.cell_contents for c in backward.__closure__ or ()), strict=True))
     if "info" not in held or "op" not in held:
         return None
-    return Handwritten(str(held["op"]), "register_autograd", location(held["info"]._backward_fn))
+    return Handwritten(str(held["op"]), "register_autograd", definition_of(held["info"]._backward_fn, keyword=True))
 
 
 _GRAD_FN = inspect.getattr_static(Tensor, "grad_fn").__get__
@@ -140,7 +127,7 @@ class _Hooks(TorchFunctionMode):
     ) -> Any:
         if func is Tensor.register_hook or func == _GRAD_FN:
             hook = args[1] if func is Tensor.register_hook and len(args) > 1 else None
-            self.found.append(Handwritten("hook", "tensor hook", location(hook)))
+            self.found.append(Handwritten("hook", "tensor hook", definition_of(hook, keyword=True)))
         return func(*args, **(kwargs or {}))
 
 
@@ -150,7 +137,7 @@ def _saved_values_seen(found: list[Handwritten]) -> Iterator[None]:
     enter = saved_tensors_hooks.__enter__
 
     def noted(hooks: saved_tensors_hooks) -> None:
-        where = location(hooks.pack_hook)
+        where = definition_of(hooks.pack_hook, keyword=True)
         if where is None or not where.file.startswith(_TORCH):
             found.append(Handwritten("hook", "saved tensor hook", where))
         enter(hooks)

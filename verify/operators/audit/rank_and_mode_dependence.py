@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from traceback import walk_stack
 from types import FrameType, MappingProxyType
 from typing import Any, TypeVar
 from unittest.mock import patch
@@ -94,10 +95,8 @@ def _variables_read() -> Iterator[list[str]]:
     read = kind.__getitem__
 
     def noted(self: Any, key: str) -> str:
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_code.co_filename in _READING:
-            frame = frame.f_back
-        if frame is not None and is_users(frame.f_code.co_filename):
+        callers = (frame.f_code.co_filename for frame, _ in walk_stack(sys._getframe(1)))
+        if is_users(next((file for file in callers if file not in _READING), None)):
             found.append(key)
         return read(self, key)
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from op_registry.spec import OperatorSpec
 
 from nnscaler.error_text import in_one_line
-from verify.evidence.inputs import random_state
+from nnscaler.random_generators import generators_kept, moved, seed_all, states
 from verify.evidence.inputs.concrete_call import ConcreteCall, function_of
 from verify.evidence.oracle.run_whole_operator import as_leaves
 from verify.operators.audit.earlier_call_dependence import depends_on_history
@@ -62,6 +62,7 @@ ASKS_RANKS = "asks_ranks"  # the one code that refutes nothing
 ROUNDING = 1e-13  # relative; what threads that add in another order can make of float64
 OTHER_ALGORITHM = 1e-6  # relative; torch's optimizers count steps in float32 where they are compiled
 PAIRS = 3  # of inputs of one shape, which may be one tensor
+_GENERATORS = {"torch": "torch's generator", "random": "Python's `random`", "numpy.random": "`numpy.random`"}
 SEEDS = 0x5EED0000  # seeds of global generators start here: an operator that seeds them itself uses another one
 
 
@@ -91,7 +92,7 @@ class _Audit:
 
     def run(self, seed: int) -> Watched:
         """Run forward and backward, with the global generators seeded; always the same cotangents."""
-        random_state.seed_all(SEEDS + seed)
+        seed_all(SEEDS + seed)
         return watch(self.function, self.concrete, torch.Generator().manual_seed(self.seed))
 
 
@@ -114,7 +115,7 @@ def audit(
     names = tensor_names(spec, concrete.call, run)
     subject = _Audit(spec, concrete, run, names, seed, compare and concrete.compare)
     reason = ""
-    with random_state.kept():
+    with generators_kept():
         try:
             _probe(subject, strides)
         except Exception as error:  # noqa: BLE001 - whatever the operator raises is the answer
@@ -130,14 +131,14 @@ def audit(
 
 
 def _probe(subject: _Audit, strides: bool) -> None:
-    random_state.seed_all(SEEDS + subject.seed)
+    seed_all(SEEDS + subject.seed)
     unrecorded = _without_gradients(subject)
-    random_state.seed_all(SEEDS + subject.seed)
-    before = random_state.states()
+    seed_all(SEEDS + subject.seed)
+    before = states()
     first, asked = asks_distributed(lambda: subject.run(subject.seed))
-    moved = random_state.moved(before, random_state.states())
+    drew = [_GENERATORS[name] for name in moved(before, states())]
     _changed(subject, first.changes)
-    _repeats(subject, first, moved)
+    _repeats(subject, first, drew)
     subject.count += 1
     if unrecorded is not None and subject.compare and not subject.found("random_operator", "not_repeatable"):
         _depends_on_grad_mode(subject, unrecorded, first)
@@ -236,7 +237,7 @@ def _apart(subject: _Audit, a: Watched, b: Watched, bound: float | None = None) 
 
 def _depends_on_grad_mode(subject: _Audit, unrecorded: Watched, first: Watched) -> None:
     runs = {"torch.no_grad()": unrecorded}
-    random_state.seed_all(SEEDS + subject.seed)
+    seed_all(SEEDS + subject.seed)
     with suppress(Exception):  # it ran without gradients: that it cannot in this mode is no wrong result
         inference = watch_forward(subject.function, subject.concrete, unrecorded=torch.inference_mode)
         runs["torch.inference_mode()"] = inference
@@ -329,7 +330,7 @@ def _depends_on_class(subject: _Audit, first: Watched) -> None:
         return
     leaves = as_leaves(subject.concrete.tensors, torch.float64, subject.concrete.constants)
     given = [torch.nn.Parameter(t) if t.requires_grad else t for t in leaves]
-    random_state.seed_all(SEEDS + subject.seed)
+    seed_all(SEEDS + subject.seed)
     with suppress(Exception):  # nobody may write to a parameter in place
         facts = _apart(
             subject, first, watch(subject.function, subject.concrete, None, given, first.cotangents), ROUNDING
@@ -386,7 +387,7 @@ _DTYPES = "make tensors in the dtype of an input: `torch.zeros(n, dtype=x.dtype)
 
 def _strides(subject: _Audit, first: Watched) -> None:
     """Compare with runs on the same inputs and cotangents, laid out otherwise in memory."""
-    random_state.seed_all(SEEDS + subject.seed)
+    seed_all(SEEDS + subject.seed)
     users = subject.spec.target is not None
     facts, raised, runs = depends_on_layout(subject.function, subject.concrete, first, subject.names, users=users)
     subject.count += runs

@@ -13,6 +13,7 @@ from typing import Any
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.placement import Choice, RunPartial, Split
+from verify.child_processes import Note
 from verify.evidence.oracle.case_runner import CaseResult, OperatorRunner, WholeRaised
 from verify.evidence.oracle.enumerate_cases import Base, Target, Unusable, bases
 from verify.evidence.split_case import SplitCase
@@ -20,7 +21,6 @@ from verify.evidence.verify_op_options import KINDS, OpOptions
 from verify.operators.run.job import Job
 from verify.operators.run.run_job import Reproduce, verify_job
 from verify.operators.verify_spec import refutation
-from verify.processes.pool import Note
 from verify.results.report import Check, Report
 from verify.results.verdict import Verdict
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from nnscaler.atomic_writes import write_text
 from nnscaler.errors import NnscalerError
+from verify.child_processes import Done, Note, Raised, run_tasks
 from verify.evidence.inputs.find_operator import matching
 from verify.evidence.inputs.import_user_code import import_module
 from verify.evidence.oracle.case_runner import CaseResult, OperatorRunner, WholeRaised
@@ -20,7 +21,6 @@ from verify.operators.run.run_job import Reproduce, verify_job
 from verify.operators.run.tensors_as_python_text import NotWritable
 from verify.operators.run.verify_many import PoolSettings, run_many
 from verify.operators.verify_spec import refutation
-from verify.processes.pool import Done, Note, Raised, run_forked, run_here, why_not_fork
 from verify.results.finding import Finding
 from verify.results.report import Check, Report, environment
 from verify.results.verdict import Verdict
@@ -153,8 +153,7 @@ def _made(wanted: list[EmittedFinding], path: Path, options: OpOptions, problems
             raise NnscalerError("no_test", str(reason)) from None
 
     name = wanted[0].spec.name
-    events = run_here([task]) if why_not_fork() else run_forked([task], 1, options.timeout)
-    (event,) = events
+    (event,) = run_tasks([task], 1, options.timeout)
     if isinstance(event, Done):
         return event.result
     why = str(event.error) if isinstance(event, Raised) else "its process was ended"

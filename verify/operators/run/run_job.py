@@ -10,6 +10,7 @@ from pathlib import Path
 from nnscaler.errors import NnscalerError
 from nnscaler.is_user_file import is_users
 from nnscaler.model_file import shown_path
+from verify.child_processes import Died, Note, TimedOut
 from verify.evidence.inputs.optimizer_as_operator import remarks
 from verify.evidence.split_case import SplitCase
 from verify.evidence.verify_op_options import OpOptions
@@ -18,7 +19,6 @@ from verify.operators.run.reproduce_token import Token, encode
 from verify.operators.suggest.infer import suggest_annotation
 from verify.operators.suggest.self_contradiction import contradiction
 from verify.operators.verify_spec import verify_spec
-from verify.processes.pool import Died, Note, TimedOut
 from verify.results.finding import Finding
 from verify.results.report import Check, Report, environment
 from verify.results.verdict import Verdict
@@ -103,7 +103,7 @@ def lost(job: Job, event: Died | TimedOut, options: OpOptions, reproduce: Reprod
             help = "the whole operator runs on these inputs, and a shard does not: freeze what it needs whole"
         facts["ended"] = event.how
     else:
-        code, what = "operator_timed_out", f"`{job.spec.name}` was still running after {event.seconds:.0f} s"
+        code, what = "operator_timed_out", f"`{job.spec.name}` was {event.how}"
         help = "--timeout S gives it longer; sample_inputs=... gives it smaller inputs"
     verdict = Verdict.REFUTED if refuted else Verdict.INCONCLUSIVE
     check = Check("runs to its end", verdict, int(refuted), int(refuted), detail=what)

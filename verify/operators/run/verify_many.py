@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nnscaler.errors import NnscalerError, few
+from verify.child_processes import Died, Done, Event, Note, Raised, Task, TimedOut, run_forked, run_here, why_not_fork
 from verify.evidence.inputs.find_operator import find_record
 from verify.evidence.prove_tested_claims import SPENT
 from verify.evidence.verify_op_options import OpOptions
@@ -17,7 +18,6 @@ from verify.operators.run.file_and_process_reads import outside_reads
 from verify.operators.run.fingerprint import Opaque
 from verify.operators.run.job import Job, make_job
 from verify.operators.run.run_job import Reproduce, lost, not_run, verify_job
-from verify.processes.pool import Died, Done, Event, Note, Raised, Task, TimedOut, run_forked, run_here, why_not_fork
 from verify.results.report import Report
 from verify.results.styled_line import StyledLine, plain
 from verify.results.verdict import Verdict

@@ -20,10 +20,10 @@ from nnscaler.ir.operation_annotations import Signature, signatures
 from nnscaler.planning.plan_from_axes import tensor_parallel
 from nnscaler.tracing import Traced
 from nnscaler.transform.plan import SplitStep
+from verify.child_processes import Died, Done, Raised, TimedOut, run_tasks
 from verify.evidence.inputs.concrete_call import function_of, with_tensors
 from verify.operators.unannotated.calls import Form, Missing, find_missing, forms, places, record, tensors_of
 from verify.operators.unannotated.suggest import Advice, NoStub, Stub, advise, annotation_of, write_stub
-from verify.processes.pool import Died, Done, Raised, TimedOut, run_forked, run_here, why_not_fork
 from verify.results.styled_line import Style, StyledLine, plain, style_of
 
 # Estimate the cost of missing annotations: the share of matmul FLOPs that tensor parallelism divides, with and
@@ -204,12 +204,8 @@ def _advice(
     found: dict[int, Advice] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        if why_not_fork() is None:
-            workers = max(1, min(os.cpu_count() or 1, len(tasks)))
-            events = run_forked(tasks, workers, timeout, lambda i: progress(f"suggest      {names[int(i)]}"))
-        else:
-            events = run_here(tasks)
-        for event in events:
+        workers = max(1, min(os.cpu_count() or 1, len(tasks)))
+        for event in run_tasks(tasks, workers, timeout, lambda i: progress(f"suggest      {names[int(i)]}")):
             found[event.index] = _settled(event)
     return [found[i] for i in range(len(tasks))]
 

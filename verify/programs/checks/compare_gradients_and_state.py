@@ -14,7 +14,7 @@ from verify.programs.causes.wrong_tensor import STAGES, WrongTensor, on_ranks
 from verify.programs.checks.gradient_norm import cause_of_update
 from verify.programs.checks.input_and_outcome import CheckOutcome, Comparison, Tally
 from verify.programs.checks.logical_tensors import Holding, StageTensor, by_rank, put_together
-from verify.programs.reference.eager import gradient_value
+from verify.programs.eager_reference import gradient_value
 from verify.results.finding import Finding
 from verify.results.verdict import Verdict
 
@@ -59,22 +59,21 @@ def check_gradients(comparison: Comparison) -> CheckOutcome:
 
 def check_parameters(comparison: Comparison) -> CheckOutcome:
     """Compare every parameter after the last step."""
-    tally = Tally(f"parameters after {_steps(comparison)}", comparison.tolerance.level, comparison.tolerance)
-    expected = comparison.reference.parameters
-    reference = Reference("parameter", comparison.steps - 1, expected, family_scale(expected.values(), FILL))
-    entries = by_rank(comparison.results, "parameter")
-    for holding in comparison.parameters.values():
-        compare(tally, comparison, reference, put_together(holding, entries))
-    return tally.outcome()
+    return _check_state(comparison, "parameter", comparison.reference.parameters, comparison.parameters)
 
 
 def check_buffers(comparison: Comparison) -> CheckOutcome:
     """Compare every buffer that the program holds, after the last step."""
-    tally = Tally(f"buffers after {_steps(comparison)}", comparison.tolerance.level, comparison.tolerance)
-    expected = comparison.reference.buffers
-    reference = Reference("buffer", comparison.steps - 1, expected, family_scale(expected.values(), FILL))
-    entries = by_rank(comparison.results, "buffer")
-    for holding in comparison.buffers.values():
+    return _check_state(comparison, "buffer", comparison.reference.buffers, comparison.buffers)
+
+
+def _check_state(
+    comparison: Comparison, kind: str, expected: Mapping[str, Tensor], holdings: Mapping[tuple[int, str], Holding]
+) -> CheckOutcome:
+    tally = Tally(f"{kind}s after {_steps(comparison)}", comparison.tolerance.level, comparison.tolerance)
+    reference = Reference(kind, comparison.steps - 1, expected, family_scale(expected.values(), FILL))
+    entries = by_rank(comparison.results, kind)
+    for holding in holdings.values():
         compare(tally, comparison, reference, put_together(holding, entries))
     return tally.outcome()
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from op_registry.spec import SourceLocation
+from op_registry.source_location import SourceLocation
 
 from verify.programs.checks.logical_tensors import Holding
+from verify.programs.eager_reference import Trajectory
 from verify.programs.execution.record_rank_steps import RankResult
-from verify.programs.reference.eager import Trajectory
 from verify.results.finding import Finding, digest_of
 from verify.results.report import Check
 from verify.results.tolerance import Key, Tolerance

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from op_registry.spec import SourceLocation
+from op_registry.source_location import SourceLocation
 
 from verify.programs.checks.compare_gradients_and_state import noun_of
 from verify.programs.checks.input_and_outcome import CheckOutcome, Comparison, Tally

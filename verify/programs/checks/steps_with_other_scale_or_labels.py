@@ -11,8 +11,8 @@ from torch import Tensor
 from nnscaler.runtime.tensor_values import real_numbers
 from verify.programs.checks import compare_gradients_and_state, losses
 from verify.programs.checks.input_and_outcome import CheckOutcome, Comparison, merge_outcomes
+from verify.programs.eager_reference import Trajectory
 from verify.programs.execution.record_rank_steps import Entry
-from verify.programs.reference.eager import Trajectory
 from verify.programs.rerun_with_other_scale_or_labels import SingleStep
 from verify.results.finding import Finding
 from verify.results.report import Check

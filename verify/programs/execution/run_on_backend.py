@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from op_registry.spec import SourceLocation
+from op_registry.source_location import SourceLocation
 
 from nnscaler.atomic_writes import NO_ROOM, no_room
 from nnscaler.error_text import first_line
@@ -25,8 +25,7 @@ from nnscaler.runtime.jobs.job import JobOutcome, JobSpecification
 from nnscaler.runtime.jobs.launcher import ForkServer, launch
 from nnscaler.runtime.jobs.load_adjusted_clock import join_within
 from nnscaler.runtime.program.program_directory import groups_of, pairs_of, read_program
-from verify.processes.pool import Died, TimedOut
-from verify.processes.subprocess_isolation import run_apart
+from verify.child_processes import Died, TimedOut, run_apart
 from verify.programs.execution.record_rank_steps import RankResult, Task, run_rank
 from verify.programs.source_map import SourceMap, describe_line
 from verify.results.finding import Finding

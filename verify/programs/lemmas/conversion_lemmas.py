@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nnscaler.ir.layout_conversion import ROWS
+from nnscaler.ir.conversion_table_and_paths import ROWS
 from nnscaler.layout import (
     INVARIANT,
     PARTIAL,

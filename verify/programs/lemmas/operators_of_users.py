@@ -36,12 +36,12 @@ from nnscaler.manifest import Manifest
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.program.user_operators import locate
 from nnscaler.runtime.tensor_values import FLOAT64_BOUND, difference, family_scale
+from verify import child_processes
+from verify.child_processes import Died, TimedOut
 from verify.evidence.inputs.concrete_call import ConcreteCall, function_of
 from verify.evidence.inputs.import_user_code import end_where_loaded_anew, load_anew
 from verify.evidence.oracle.run_whole_operator import WholeRun, run_whole
 from verify.evidence.verify_op_options import Kind
-from verify.processes import subprocess_isolation
-from verify.processes.pool import Died, TimedOut
 from verify.programs.checks.input_and_outcome import CheckOutcome, outcome_of
 from verify.programs.lemmas.check_claims import Evidence, test_choices
 from verify.programs.lemmas.claims_of_obligations import Claim, RunsWhole, claims_of
@@ -230,10 +230,10 @@ def check_operators_alone(
 
 
 def _apart(files: Sequence[Path], trials: Sequence[_SmallCall]) -> list[str | None] | Died | TimedOut | str:
-    if not subprocess_isolation.can_run_apart():
+    if not child_processes.can_run_apart():
         return "no child process can be forked here"
     try:
-        return subprocess_isolation.run_apart(partial(_compare, files, trials), _SECONDS)
+        return child_processes.run_apart(partial(_compare, files, trials), _SECONDS)
     except Exception as error:  # noqa: BLE001 - a file of the user's may raise anything
         return str(error)
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 
-from op_registry.spec import OperatorSpec, SourceLocation
+from op_registry.source_location import SourceLocation
+from op_registry.spec import OperatorSpec
 
 from nnscaler.errors import NnscalerError
 from verify.evidence.verify_op_options import OpOptions

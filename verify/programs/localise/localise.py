@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from nnscaler.ir.graph import Graph
-from verify.processes.subprocess_isolation import run_apart
+from verify.child_processes import run_apart
 from verify.programs.causes.explain_wrong_values import cause_of
 from verify.programs.checks.input_and_outcome import SHOWN
 from verify.programs.execution.compare_variables import facts_of

@@ -12,9 +12,8 @@ from nnscaler.runtime.tensor_values import is_finite
 from verify.programs.checks.compare_gradients_and_state import absence
 from verify.programs.checks.input_and_outcome import Comparison
 from verify.programs.checks.logical_tensors import Holding, StageTensor, by_rank, put_together
-from verify.programs.low_precision.error_statistics import NAMES, Statistics, statistics
-from verify.programs.low_precision.noise import Target
-from verify.programs.reference.eager import gradient_value
+from verify.programs.eager_reference import gradient_value
+from verify.programs.low_precision.noise_statistics import NAMES, Statistics, Target, statistics
 from verify.results.tolerance import Key
 from verify.results.verdict import Verdict
 
@@ -127,7 +126,7 @@ class NoiseRow:
     ratio      error / noise, of the statistic in which it is largest
     verdict    TESTED_CALIBRATED, INCONCLUSIVE or REFUTED
     dtype      "bfloat16"
-    statistic  which of `error_statistics.NAMES` error and noise are
+    statistic  which of `noise_statistics.NAMES` error and noise are
     drowned    the noise is as large as the tensor: that it agrees says nothing
     """
 

@@ -9,12 +9,14 @@ from math import inf
 
 import torch
 
+from op_registry.call import dtype_name
+
 from nnscaler.compile import Progress
 from nnscaler.errors import NnscalerError, SourceLocation
 from nnscaler.ir.graph import Graph, Operation
 from verify.programs.checks import replicas
 from verify.programs.checks.input_and_outcome import CheckOutcome, Comparison, Tally
-from verify.programs.low_precision.error_statistics import NAMES
+from verify.programs.eager_reference import Trajectory
 from verify.programs.low_precision.judge_against_noise import (
     FIRST_DRAWS,
     KINDS,
@@ -26,7 +28,8 @@ from verify.programs.low_precision.judge_against_noise import (
     judged,
     measured,
 )
-from verify.programs.low_precision.noise import (
+from verify.programs.low_precision.noise_statistics import (
+    NAMES,
     Noise,
     NoisyModel,
     Target,
@@ -37,7 +40,6 @@ from verify.programs.low_precision.noise import (
     targets_of,
 )
 from verify.programs.prepare_verification import Prepared
-from verify.programs.reference.eager import Trajectory
 from verify.results.finding import Finding
 from verify.results.report import Check
 from verify.results.tolerance import Key
@@ -171,7 +173,7 @@ class Calibration:
 
     @property
     def dtype(self) -> str:
-        return str(self.subject.dtype).removeprefix("torch.")
+        return dtype_name(self.subject.dtype)
 
     @property
     def precision(self) -> str | None:

@@ -16,10 +16,10 @@ from nnscaler.errors import NnscalerError
 from nnscaler.runtime.stage_base_class import Stage
 from verify.programs.checks.input_and_outcome import CheckOutcome
 from verify.programs.delayed_sgd import semantics, staleness_of
+from verify.programs.eager_reference import ReferenceSettings, Trajectory
 from verify.programs.execution.run_on_backend import Failure
 from verify.programs.opened_program import OpenedProgram
 from verify.programs.prepare_verification import Prepared
-from verify.programs.reference.eager import ReferenceSettings, Trajectory
 from verify.programs.request import PlanRequest
 from verify.programs.rerun_with_other_scale_or_labels import failed
 from verify.programs.training.eager import EagerRun, eager_model

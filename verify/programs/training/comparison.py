@@ -12,13 +12,13 @@ from math import inf
 
 from torch import Tensor
 
-from op_registry.spec import SourceLocation
+from op_registry.source_location import SourceLocation
 
 from nnscaler.runtime.tensor_values import FILL, TensorDifference, difference, family_scale
 from verify.programs.checks.input_and_outcome import CheckOutcome, Tally
 from verify.programs.checks.logical_tensors import JoinedTensor, UnequalElements, join, unequal
 from verify.programs.checks.replicas import copies_differ
-from verify.programs.reference.eager import gradient_value
+from verify.programs.eager_reference import gradient_value
 from verify.programs.training import causes
 from verify.programs.training.eager import EagerRun
 from verify.programs.training.rank_loop import StepRecord

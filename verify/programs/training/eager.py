@@ -16,8 +16,7 @@ from nnscaler.tracing.export.module_copies import copied
 from nnscaler.tracing.float64_run import own_dtype
 from nnscaler.tracing.sample_inputs import SampleInputs
 from verify.programs.delayed_sgd import version_at
-from verify.programs.prepare_verification import Prepared
-from verify.programs.reference.eager import (
+from verify.programs.eager_reference import (
     backward_results,
     forward_results,
     moved_model,
@@ -25,7 +24,8 @@ from verify.programs.reference.eager import (
     record_draws,
     running_in,
 )
-from verify.programs.reference.program_draws import Draw, ProgramDraws
+from verify.programs.prepare_verification import Prepared
+from verify.programs.program_draws import Draw, ProgramDraws
 from verify.programs.training.rank_loop import StepRecord, rates_of, states_of
 from verify.programs.training.training_recipe import Batch, Course, make_optimizer, make_scheduler
 

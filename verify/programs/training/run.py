@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from op_registry.call import dtype_name
+
 from nnscaler.codegen.compiled_program import Origin, Program
 from nnscaler.compile import for_batch
 from nnscaler.errors import NnscalerError
@@ -20,9 +22,9 @@ from nnscaler.tracing.sample_inputs import flatten_inputs
 from nnscaler.training.program_on_rank import check_alike, stages_of_roles
 from nnscaler.training.recompilation import SentProgram, SizeClass, sent
 from verify.programs.checks.input_and_outcome import CheckOutcome, Tally
+from verify.programs.eager_reference import choose_learning_rate, clip_limit, logical_state, not_finite, scale_of
 from verify.programs.execution.run_on_backend import Failure, devices_of, run_job, simulate
 from verify.programs.prepare_verification import Prepared, matched_draws
-from verify.programs.reference.eager import choose_learning_rate, clip_limit, logical_state, not_finite, scale_of
 from verify.programs.request import PlanRequest
 from verify.programs.rerun_with_other_scale_or_labels import failed, state_at_start
 from verify.programs.source_map import SourceMap
@@ -325,7 +327,7 @@ def check_dtypes(ranks: Sequence[RankTraining], state: Mapping[str, Tensor]) -> 
             if tensor.dtype == right:
                 tally.add(Verdict.TESTED_EXACT)
                 continue
-            found, wanted = (str(d).removeprefix("torch.") for d in (tensor.dtype, right))
+            found, wanted = (dtype_name(d) for d in (tensor.dtype, right))
             message = f"training: the {what} of `{name}` is {found} on rank {rank.rank}, and the parameter is {wanted}"
             facts = {"tensor": name, "step": "0", "rank": str(rank.rank)}
             tally.refute(Finding("training_dtype_differs", message, None, facts, cause))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from nnscaler.ir.conversion_table_and_paths import explain_illegal
 from nnscaler.ir.graph import Graph, LogicalTensor
-from nnscaler.ir.layout_conversion import explain_illegal
 from nnscaler.layout import IN_STEP, INVARIANT, REPLICATED, Layout, Partial, Replicated, Sharded
 from verify.programs.typing.lines.type_operation_lines import Typer
 from verify.programs.typing.lines.walk import Reading, Scope, Walk

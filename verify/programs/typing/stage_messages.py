@@ -12,8 +12,8 @@ import numpy.typing as npt
 from op_registry.rank_expression import Expression
 
 from nnscaler.ir import gradient_flow
+from nnscaler.ir.conversion_table_and_paths import explain_illegal, shape_of_rank
 from nnscaler.ir.graph import Graph, LogicalTensor
-from nnscaler.ir.layout_conversion import explain_illegal, shape_of_rank
 from nnscaler.layout import INVARIANT, MICRO, SLICE, Invariant, Layout, Sharded, State, is_uneven
 from nnscaler.runtime.shards import logical_coordinates, unravel
 from verify.programs.typing.lines.match_call import same_shape, shape_text

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from nnscaler.ir.conversion_table_and_paths import explain_illegal
 from nnscaler.ir.graph import Graph, LogicalTensor
-from nnscaler.ir.layout_conversion import explain_illegal
 from nnscaler.layout import INVARIANT, PARTIAL, Sharded
 from verify.programs.typing.explain_layout_mismatch import disagreement, rounds_to
 from verify.programs.typing.lines.walk import Noted, Reading

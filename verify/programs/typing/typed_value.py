@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from op_registry.spec import SourceLocation
+from op_registry.source_location import SourceLocation
 
 from nnscaler.ir.graph import Graph
 from nnscaler.layout import INVARIANT, MICRO, SLICE, Layout, Replicated, State

@@ -9,7 +9,7 @@ from itertools import chain
 from nnscaler.communication.stage_communication_calls import ranks_text
 from nnscaler.instructions import read_instruction
 from nnscaler.manifest import Bar, TimelineRow, TimelineRows
-from nnscaler.timeline_events import RECEIVED, SENT, Event, Ranks, StepEvents
+from nnscaler.performance.timeline_events import RECEIVED, SENT, Event, Ranks, StepEvents
 from verify.report_formats.html.page_elements import escape, percent, size
 
 FINEST = 2400  # marks of a lane; calls that are nearer to each other than that share one

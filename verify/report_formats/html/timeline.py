@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from nnscaler.manifest import Bar, TimelineRows
+from nnscaler.performance.timeline_events import StepEvents, call_sums
 from nnscaler.planning.cluster.description import show_seconds
-from nnscaler.timeline_events import StepEvents, call_sums
 from verify.report_formats.html.communication_lane import CallMark, call_lane, call_legend, pictured
 from verify.report_formats.html.page_elements import escape, page, panel, percent, size, table
 

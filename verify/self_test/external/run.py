@@ -20,8 +20,7 @@ from verify.results.verdict import Verdict
 from verify.self_test.external import (
     known_bugs,
     right_data_parallel_programs,
-    right_handwritten_programs,
-    right_pipeline_programs,
+    right_pipeline_and_handwritten_programs,
     right_tensor_parallel_programs,
 )
 from verify.self_test.external.edits_that_make_mutants import ExternalMutant
@@ -38,8 +37,7 @@ from verify.self_test.run_rows import Progress, closing_line, family_lines, run_
 _TABLES = (
     right_tensor_parallel_programs,
     right_data_parallel_programs,
-    right_pipeline_programs,
-    right_handwritten_programs,
+    right_pipeline_and_handwritten_programs,
 )
 PROGRAMS: Mapping[str, ExternalProgram] = {name: p for table in _TABLES for name, p in table.PROGRAMS.items()}
 assert len(PROGRAMS) == sum(len(table.PROGRAMS) for table in _TABLES), "two programs have one name"

@@ -10,10 +10,9 @@ from functools import partial
 from op_registry.spec import OperatorSpec
 
 from nnscaler.errors import NnscalerError
+from verify.child_processes import Died, run_apart
 from verify.evidence.verify_op_options import OpOptions, Safeguards
 from verify.operators.verify_spec import verify_spec
-from verify.processes.pool import Died
-from verify.processes.subprocess_isolation import run_apart
 from verify.results.verdict import Verdict
 from verify.self_test.operators.mutants import (
     backward,

@@ -18,12 +18,12 @@ from nnscaler.manifest import MANIFEST
 from nnscaler.runtime.tensor_values import FLOAT64_BOUND, difference, family_scale
 from verify.programs.checks import run_checks
 from verify.programs.checks.input_and_outcome import CheckOutcome
+from verify.programs.eager_reference import ReferenceSettings, logical_state, run_reference
 from verify.programs.execution.record_rank_steps import RankResult
 from verify.programs.execution.run_on_backend import Failure, finding_of, run_simulator
 from verify.programs.localise import localise_apart
 from verify.programs.opened_program import open_program
 from verify.programs.prepare_verification import Prepared
-from verify.programs.reference.eager import ReferenceSettings, logical_state, run_reference
 from verify.programs.rerun_with_other_scale_or_labels import make_comparison, make_task
 from verify.programs.source_map import SourceMap
 from verify.programs.training.compare_delayed_sgd import PLAIN, is_stream, make_stream

@@ -18,8 +18,7 @@ from pathlib import Path
 
 import torch
 
-from verify.processes.pool import Died
-from verify.processes.subprocess_isolation import run_apart
+from verify.child_processes import Died, run_apart
 from verify.programs.checks.input_and_outcome import CheckOutcome
 from verify.programs.opened_program import open_program
 from verify.programs.rerun_with_other_scale_or_labels import Beside

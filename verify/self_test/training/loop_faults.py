@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nnscaler.runtime.training import executor
 from nnscaler.runtime.training.saving.dcp import Folder, TensorShard
-from nnscaler.runtime.training.saving.rank_tensors import StoredTensor
+from nnscaler.runtime.training.saving.rank_tensors_as_boxes import StoredTensor
 from nnscaler.training.engine import Engine
 from nnscaler.training.program_on_rank import Running
 from verify.programs.training import rank_loop

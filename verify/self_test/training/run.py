@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from nnscaler.codegen.compiled_program import Program
 from nnscaler.compile import parallelize
 from verify.programs.checks.input_and_outcome import CheckOutcome
+from verify.programs.eager_reference import logical_state
 from verify.programs.execution.run_on_backend import Failure
 from verify.programs.prepare_verification import Prepared
-from verify.programs.reference.eager import logical_state
 from verify.programs.request import PlanRequest
 from verify.programs.rerun_with_other_scale_or_labels import failed
 from verify.programs.training.eager import EagerRun

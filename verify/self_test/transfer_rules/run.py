@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from verify.child_processes import Died, Note, TimedOut
 from verify.evidence.dimension_types.rules import RULES, conclude, rule_of
 from verify.evidence.dimension_types.rules.call_with_states import Rule, RuleCall, everywhere
 from verify.evidence.dimension_types.rules.labelled_dims_rule import Labelled, labelled, letters
@@ -22,7 +23,6 @@ from verify.evidence.dimension_types.states import (
     State,
     split_dims,
 )
-from verify.processes.pool import Died, Note, TimedOut
 from verify.self_test.run_rows import died_unexpectedly, ended_by_a_kernel, run_rows_apart
 from verify.self_test.transfer_rules.calls import DrawnCall, drawn_calls
 from verify.self_test.transfer_rules.handwritten_calls import direct_calls

@@ -19,7 +19,7 @@ from nnscaler.runtime.communication.communicator import Communicator, ProgramErr
 from nnscaler.runtime.communication.sharded_parameter_gathers import ParameterReads
 from nnscaler.runtime.stage_base_class import Stage
 from nnscaler.runtime.training.gradients.buckets import Departures, DivisionBucket, SumBucket
-from nnscaler.runtime.training.gradients.clipping import separate_gradients
+from nnscaler.runtime.training.gradients.gradient_norm_and_clipping import separate_gradients
 from nnscaler.runtime.training.gradients.gradient_plan import (
     HALF,
     Slot,

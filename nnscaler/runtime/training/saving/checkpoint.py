@@ -26,8 +26,7 @@ from torch import Tensor
 from nnscaler.runtime.communication.communicator import Communicator, ProgramError
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.saving.dcp import Folder, TensorShard, complete, sync_folder, whole, write_part
-from nnscaler.runtime.training.saving.rank_tensors import StoredTensor, stored_tensors
-from nnscaler.runtime.training.saving.shards_as_boxes import boxes_of
+from nnscaler.runtime.training.saving.rank_tensors_as_boxes import StoredTensor, boxes_of, stored_tensors
 
 FORMAT = 1
 MODEL, RUN = "model", "run"

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from nnscaler.error_text import in_one_line
 from nnscaler.runtime.communication.communicator import ProgramError
-from nnscaler.runtime.training.saving.shards_as_boxes import Box
+from nnscaler.runtime.training.saving.rank_tensors_as_boxes import Box
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex

@@ -18,7 +18,7 @@ from nnscaler.codegen.compiled_program import Program
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.shards import same_bits, shard
-from nnscaler.runtime.training.saving.rank_tensors import StoredTensor
+from nnscaler.runtime.training.saving.rank_tensors_as_boxes import StoredTensor
 from nnscaler.tracing import Traced, trace
 from nnscaler.training.engine import Engine
 from nnscaler.training.program_on_rank import EngineSettings

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from verify.external.ranks.run import RanksFailed, run_ranks, run_ranks_isolated
+from verify.external.ranks.run import RanksFailed, run_ranks
 
 Function = Callable[[int], object]
 
@@ -244,7 +244,7 @@ def test_a_rank_that_ends_its_process(executor: str, how: str) -> None:
         dist.barrier()
 
     with pytest.raises(RanksFailed) as caught:
-        run_ranks_isolated(work, 3, executor)
+        run_ranks(work, 3, executor, isolate=True)
     found = caught.value
     assert (found.code, found.rank) == ("rank_died", 1)
     assert ("SIGSEGV" if how == "segfault" else "code 3") in found.message

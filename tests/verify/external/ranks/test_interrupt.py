@@ -15,7 +15,7 @@ _PROGRAM = """
 import os, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored where the tests are started
 import torch.distributed as dist
-from verify.external.ranks.run import run_ranks, run_ranks_isolated
+from verify.external.ranks.run import run_ranks
 
 def work(rank):
     open(os.path.join(sys.argv[1], f"{os.getpid()}-{rank}"), "w").close()
@@ -24,8 +24,7 @@ def work(rank):
             time.sleep(0.01)
     dist.barrier()
 
-run = run_ranks_isolated if sys.argv[3] == "isolated" else run_ranks
-run(work, 2, sys.argv[2])
+run_ranks(work, 2, sys.argv[2], isolate=sys.argv[3] == "isolated")
 """
 
 

@@ -20,7 +20,7 @@ from verify.external.ranks.call_sites import is_program, place_in_stack, place_o
 from verify.external.ranks.collective_semantics import CollectiveShare, answer, disagreement_of
 from verify.external.ranks.globals_of_ranks import VARIABLES, environment_of, load_state, save_state
 from verify.external.ranks.processes.logged_gloo_group import CallReader, CallWriter, Entry
-from verify.external.ranks.run import run_ranks, run_ranks_isolated
+from verify.external.ranks.run import run_ranks
 from verify.external.ranks.run_result import RankCall, RanksFailed
 from verify.external.ranks.threads.exchange import WatchedTensors
 from verify.results.finding_codes import CATALOGUE
@@ -171,7 +171,7 @@ def _ranks_that_are_up() -> int:
 @pytest.mark.parametrize("executor", ["simulator", "gloo"])
 def test_what_functions_have_cached_before_ranks_start_is_forgotten(executor: str) -> None:
     assert _ranks_that_are_up() == 1
-    assert run_ranks_isolated(lambda rank: _ranks_that_are_up(), 2, executor).results == (2, 2)
+    assert run_ranks(lambda rank: _ranks_that_are_up(), 2, executor, isolate=True).results == (2, 2)
     assert _ranks_that_are_up.cache_info().currsize == 1
 
 

@@ -19,7 +19,7 @@ from tests.verify.external.ranks.programs import (
     tensor_parallel,
     tensor_parallel_and_sharded,
 )
-from verify.external.ranks.run import RanksFailed, run_ranks, run_ranks_isolated
+from verify.external.ranks.run import RanksFailed, run_ranks
 from verify.external.ranks.unwaited_async_calls import note_of_forgotten
 
 
@@ -61,13 +61,6 @@ def test_runs_are_equal_to_the_last_bit(runs: int) -> None:
         assert again.calls == first.calls
         for mine, other in zip(again.results, first.results, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True))
-
-
-@pytest.mark.parametrize("program", every(2, [tensor_parallel_and_sharded, *PROGRAMS]))
-def test_free_threads_agree(program: Callable[[int], float]) -> None:
-    first, free = run_ranks(program, 4), run_ranks(program, 4, free_threads=True)
-    assert free.results == first.results
-    assert free.calls == first.calls
 
 
 def draws(rank: int) -> tuple[list[float], str | None, str | None]:
@@ -169,7 +162,7 @@ def test_lines_that_begin_calls_and_never_wait_are_known(executor: str) -> None:
 
 @pytest.mark.parametrize("executor", ["simulator", "gloo"])
 def test_results_of_an_isolated_run_come_back(executor: str) -> None:
-    assert max(run_ranks_isolated(tensor_parallel, 2, executor).results) < 1e-15
+    assert max(run_ranks(tensor_parallel, 2, executor, isolate=True).results) < 1e-15
 
 
 def test_a_failure_of_an_isolated_run_comes_back_whole() -> None:
@@ -179,7 +172,7 @@ def test_a_failure_of_an_isolated_run_comes_back_whole() -> None:
         dist.barrier()
 
     with pytest.raises(RanksFailed, match="rank 1 raised ValueError: no such thing") as caught:
-        run_ranks_isolated(work, 2)
+        run_ranks(work, 2, isolate=True)
     assert (caught.value.code, caught.value.rank) == ("rank_raises", 1)
     assert caught.value.place == f"{__file__}:{work.__code__.co_firstlineno + 2}"
     assert "waits in barrier" in caught.value.by_rank[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from nnscaler.errors import NnscalerError
 from tests.sampling import every, only
 from tests.verify.external.torchrun.running import SCRIPTS, told, verified
+from verify.external.request import words_of_script
 from verify.external.torchrun.verify import verify_script
 from verify.results.verdict import Verdict
 
@@ -149,13 +151,13 @@ for _ in range(3):
 @pytest.mark.parametrize("words", [[], ["-m"], ["--nproc-per-node", "2"], ["torchrun", "train.py"]])
 def test_words_that_name_no_script(words: list[str]) -> None:
     with pytest.raises(NnscalerError) as caught:
-        verify_script(words, ranks=2)
+        words_of_script(shlex.join(words))
     assert caught.value.code == "usage"
 
 
 def test_a_script_that_is_not_there() -> None:
     with pytest.raises(NnscalerError) as caught:
-        verify_script(["nowhere.py"], ranks=2)
+        words_of_script("nowhere.py")
     assert caught.value.code == "no_such_file"
 
 

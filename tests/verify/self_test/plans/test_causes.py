@@ -16,7 +16,7 @@ from torch import Tensor
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.stage_base_class import Stage
 from nnscaler.runtime.training import executor
-from nnscaler.runtime.training.gradients import clipping
+from nnscaler.runtime.training.gradients import gradient_norm_and_clipping as clipping
 from verify.programs.typing import check_program
 from verify.results.finding import Finding
 from verify.self_test.programs.judge_mutant import Execution

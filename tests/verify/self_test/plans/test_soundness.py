@@ -12,7 +12,7 @@ import pytest
 from nnscaler.cli.main import main
 from nnscaler.ir import derive_operand_layouts
 from tests.sampling import every
-from verify.processes.pool import Died
+from verify.child_processes import Died
 from verify.self_test.programs.judge_mutant import Execution, read_statically
 from verify.self_test.programs.right_programs import TINY, build
 from verify.self_test.programs.soundness.declaration_edits import DECLARED

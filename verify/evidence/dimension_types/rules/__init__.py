@@ -30,12 +30,11 @@ from verify.evidence.dimension_types.rules import (
     attention_and_group_norm,
     cat_and_split,
     convolution_pooling_resizing,
-    factories,
     indexing,
     normalisations_and_losses,
     pointwise,
     reductions_and_products,
-    views,
+    views_and_factories,
 )
 from verify.evidence.dimension_types.rules.call_with_states import Operand, Rule, RuleCall, unknown
 from verify.evidence.dimension_types.states import SAME, ZERO, Constant, Same, State, Unknown, Zero, checked
@@ -44,13 +43,12 @@ __all__ = ["RULES", "SIZES", "Rule", "RuleCall", "conclude", "rule_of"]
 
 _FAMILIES = (
     attention_and_group_norm,
-    factories,
     indexing,
     normalisations_and_losses,
     cat_and_split,
     pointwise,
     reductions_and_products,
-    views,
+    views_and_factories,
     convolution_pooling_resizing,
 )
 

@@ -181,15 +181,11 @@ def _flipped(call: RuleCall) -> tuple[State, ...]:
     return labelled(call, Labelled({"self": labels}, [labels], (), [["self"]]))
 
 
-def _last_dims(count: int) -> Rule:
-    """The last dims are read whole, and sizes stay: `tril`."""
-
-    def rule(call: RuleCall) -> tuple[State, ...]:
-        ndim = call.tensor("self").ndim
-        labels = letters(ndim, range(ndim - count, ndim))
-        return labelled(call, Labelled({"self": labels}, [labels], (), [["self"]]))
-
-    return rule
+def _triangle(call: RuleCall) -> tuple[State, ...]:
+    """The last two dims are read whole, and sizes stay: `tril`."""
+    ndim = call.tensor("self").ndim
+    labels = letters(ndim, range(ndim - 2, ndim))
+    return labelled(call, Labelled({"self": labels}, [labels], (), [["self"]]))
 
 
 def _counted(of: Dims) -> Rule:
@@ -233,8 +229,8 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "aten.cumsum.default": along("self", linear=[["self"]]),
         "aten.flip.default": _flipped,
         "aten.roll.default": _flipped,
-        "aten.tril.default": _last_dims(2),
-        "aten.triu.default": _last_dims(2),
+        "aten.tril.default": _triangle,
+        "aten.triu.default": _triangle,
         "aten._softmax.default": along("self"),
         "aten._safe_softmax.default": along("self"),
         "aten._log_softmax.default": along("self"),

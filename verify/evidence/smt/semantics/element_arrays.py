@@ -70,16 +70,3 @@ def lanes(x: Array, dims: Sequence[int]) -> tuple[Array, tuple[int, ...]]:
     moved = x.transpose([*rest, *sorted(dims)])
     left = tuple(x.shape[d] for d in rest)
     return moved.reshape(*left, -1), left
-
-
-def whole(dim: int, ndim: int) -> int:
-    """Return `dim` counted from the front; a scalar counts as having one dim."""
-    return dim % max(ndim, 1)
-
-
-def whole_dims(dims: Any, ndim: int) -> tuple[int, ...]:
-    """Return the dims that a reduction runs over; None and an empty list mean all."""
-    if dims is None or (isinstance(dims, list) and not dims):
-        return tuple(range(ndim))
-    given = dims if isinstance(dims, list) else [dims]
-    return tuple(sorted({whole(d, ndim) for d in given} & set(range(ndim))))

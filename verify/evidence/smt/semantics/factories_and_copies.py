@@ -8,8 +8,10 @@ from types import MappingProxyType
 
 import numpy as np
 
+from op_registry.builtin._dims import whole
+
 from verify.evidence.smt.element_arithmetic import Element, Numbers, Unsupported
-from verify.evidence.smt.semantics.element_arrays import Array, Given, Rule, array, filled, whole
+from verify.evidence.smt.semantics.element_arrays import Array, Given, Rule, array, filled
 
 
 def _filled(_al: Numbers, given: Given) -> Array:

@@ -13,8 +13,10 @@ from types import MappingProxyType
 
 import numpy as np
 
+from op_registry.builtin._dims import whole
+
 from verify.evidence.smt.element_arithmetic import Element, Numbers, Unsupported
-from verify.evidence.smt.semantics.element_arrays import Array, Given, Rule, array, each, filled, whole
+from verify.evidence.smt.semantics.element_arrays import Array, Given, Rule, array, each, filled
 
 
 def cases(al: Numbers, index: Element, size: int, wraps: bool = False) -> list[Element]:

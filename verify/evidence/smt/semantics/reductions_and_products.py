@@ -9,6 +9,8 @@ from types import MappingProxyType
 
 import numpy as np
 
+from op_registry.builtin._dims import whole, whole_dims
+
 from verify.evidence.smt.element_arithmetic import Element, Numbers, Unsupported
 from verify.evidence.smt.semantics.element_arrays import (
     Array,
@@ -18,8 +20,6 @@ from verify.evidence.smt.semantics.element_arrays import (
     each,
     filled,
     lanes,
-    whole,
-    whole_dims,
 )
 
 

@@ -12,8 +12,10 @@ from types import MappingProxyType
 
 import numpy as np
 
+from op_registry.builtin._dims import whole
+
 from verify.evidence.smt.element_arithmetic import Element, Numbers
-from verify.evidence.smt.semantics.element_arrays import Array, Given, Rule, array, each, whole
+from verify.evidence.smt.semantics.element_arrays import Array, Given, Rule, array, each
 from verify.evidence.smt.semantics.reductions_and_products import mean_of, variance_of
 
 # Losses that work entry by entry, and their gradients.

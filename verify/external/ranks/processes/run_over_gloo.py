@@ -16,10 +16,10 @@ import socket
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,8 +30,8 @@ import torch.distributed as dist
 
 from nnscaler.runtime.communication.join_process_group import local_environment
 from nnscaler.runtime.jobs.job import StatusWriter, create_status_file
-from nnscaler.runtime.jobs.rank_process import die_with_parent, leave_stopping_to_parent
 from nnscaler.runtime.start_autograd import start_autograd
+from verify.child_processes import fork_child, wait_for_end
 from verify.external.ranks.call_sites import place_of_error, traceback_of
 from verify.external.ranks.globals_of_ranks import VARIABLES, empty_caches, environment_of
 from verify.external.ranks.processes.logged_gloo_group import CallWriter, GlooGroup, ReportedStore, Reporter
@@ -71,7 +71,7 @@ def run_over_gloo(function: Callable[[int], T], ranks: int, *, initialise: bool,
                 (folder / f"calls_{rank}").touch()
                 ours, theirs = multiprocessing.Pipe()
                 connections.append(ours)
-                processes.append(_fork(plan, rank, theirs, connections))
+                processes.append(fork_child(partial(_live_as_rank, plan, rank, theirs), connections))
                 theirs.close()
             with contextlib.closing(ProcessWatch(folder, processes, connections)) as watch:
                 answers = watch.follow(timeout)
@@ -101,8 +101,7 @@ def _say_farewell(processes: list[int], connections: list[Connection]) -> None:
             connection.send_bytes(b"close")
     until = time.monotonic() + _FAREWELL
     for process in processes:
-        while os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None and time.monotonic() < until:
-            time.sleep(0.002)
+        wait_for_end(process, until - time.monotonic())
 
 
 def _end(process: int) -> None:
@@ -111,35 +110,6 @@ def _end(process: int) -> None:
         os.killpg(process, signal.SIGKILL)
     with contextlib.suppress(ChildProcessError):
         os.waitpid(process, 0)
-
-
-def _fork(plan: _Plan, rank: int, connection: Connection, inherited: list[Connection]) -> int:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    parent = os.getpid()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: no child waits for one of this process
-        process = os.fork()
-    if process == 0:
-        code = 1
-        try:
-            with contextlib.suppress(OSError):
-                os.setpgid(0, 0)  # what it starts ends with it
-            die_with_parent(parent)
-            leave_stopping_to_parent()
-            for other in inherited:
-                other.close()
-            _live_as_rank(plan, rank, connection)
-            code = 0
-        except (EOFError, BrokenPipeError, ConnectionResetError):  # the parent is gone
-            code = 0
-        finally:
-            with contextlib.suppress(Exception):
-                sys.stderr.flush()
-            os._exit(code)  # no exit handlers: they are the parent's
-    with contextlib.suppress(OSError):  # the child does the same: whoever is first
-        os.setpgid(process, process)
-    return process
 
 
 def _live_as_rank(plan: _Plan, rank: int, connection: Connection) -> None:

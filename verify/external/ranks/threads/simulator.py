@@ -198,7 +198,6 @@ def run_simulated(
     ranks: int,
     *,
     initialise: bool,
-    free_threads: bool,
     timeout: float,
     note: Callable[[str], None] = lambda text: None,
 ) -> RankRun[T]:
@@ -206,7 +205,7 @@ def run_simulated(
 
     `note` is told what the ranks do, before they do it.
     """
-    turns = Turns(ranks, not free_threads, note)
+    turns = Turns(ranks, note)
     exchange = ThreadExchange(turns, ranks)
     results: dict[int, T] = {}
     unwaited: dict[int, int] = {}

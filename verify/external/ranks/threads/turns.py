@@ -1,9 +1,9 @@
 """Who runs: threads of ranks, what each waits for, and whether any can go on.
 
-With a baton one rank runs at a time. It keeps the baton until it has to wait; then the next rank (round robin) that has
-not started, or whose wait is over, gets it, with the state of the process as that rank left it. So the order in which
-ranks run is a function of the program alone. Without, all run at once. Nothing waits by time: where every rank waits
-and no wait is over, no rank can ever go on, and who looks last says so.
+One rank runs at a time, the one with the baton. It keeps it until it has to wait; then the next rank (round robin) that
+has not started, or whose wait is over, gets it, with the state of the process as that rank left it. So the order in
+which ranks run is a function of the program alone. Nothing waits by time: where every rank waits and no wait is over,
+no rank can ever go on, and who looks last says so.
 """
 
 from __future__ import annotations
@@ -58,9 +58,8 @@ class Turn:
 class Turns:
     """The threads of all ranks. `lock` guards this, and all that waits are about: callers hold it."""
 
-    def __init__(self, ranks: int, baton: bool, note: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(self, ranks: int, note: Callable[[str], None] = lambda text: None) -> None:
         self.lock = threading.Lock()
-        self.baton = baton
         self.failure: RanksFailed | None = None
         self.mains = [Turn(rank, threading.Condition(self.lock)) for rank in range(ranks)]
         self.helpers: list[Turn] = []
@@ -76,7 +75,7 @@ class Turns:
         turn = self.mains[rank]
         self._here.turn = turn
         with self.lock:
-            while self.baton and self.holder is not turn and self.failure is None:
+            while self.holder is not turn and self.failure is None:
                 turn.wake.wait()
             turn.status = "running"
             self._check(turn)
@@ -86,9 +85,8 @@ class Turns:
         """Give each rank the state that it begins with, and the baton to rank 0, before any thread begins."""
         for turn, state in zip(self.mains, states, strict=True):
             turn.state = state
-        if self.baton:
-            self.holder = self.mains[0]
-            load_state(states[0])
+        self.holder = self.mains[0]
+        load_state(states[0])
 
     def new_helper(self, rank: int) -> Turn:
         """Return the turn of a thread that a rank is about to start."""
@@ -128,15 +126,15 @@ class Turns:
         turn = self.turn()
         self._check(turn)
         turn.what = what
-        if self.baton and not turn.helper and any(t.can_go_on for t in self.mains if t is not turn):
+        if not turn.helper and any(t.can_go_on for t in self.mains if t is not turn):
             self._suspend(turn, lambda: True)
 
     def poke(self) -> None:
         """Let threads go on whose waits are over; call it after whatever they may wait for."""
-        for turn in self.helpers if self.baton else [*self.mains, *self.helpers]:
+        for turn in self.helpers:
             if turn.status == "waiting" and turn.can_go_on:
                 turn.wake.notify()
-        if self.baton and self.holder is None:
+        if self.holder is None:
             self._hand_on(self.mains[-1])
 
     def lend(self) -> None:
@@ -160,12 +158,8 @@ class Turns:
     def _suspend(self, turn: Turn, ready: Ready) -> None:
         turn.status, turn.ready = "waiting", ready
         self._go_on(turn)
-        if self.baton and not turn.helper:
-            while self.holder is not turn and self.failure is None:
-                turn.wake.wait()
-        else:
-            while not ready() and self.failure is None:
-                turn.wake.wait()
+        while (not ready() if turn.helper else self.holder is not turn) and self.failure is None:
+            turn.wake.wait()
         turn.status, turn.ready = "running", None
         self._check(turn)
         self.note(f"rank {turn.rank} {turn.text()}")
@@ -176,7 +170,7 @@ class Turns:
 
     def _go_on(self, turn: Turn) -> None:
         """After `turn` has stopped to run: hand the baton on, and find out whether nobody can go on."""
-        if self.baton and (turn is self.holder or self.holder is None):
+        if turn is self.holder or self.holder is None:
             self._hand_on(turn)
         if self.failure is None and not self._anybody_runs():
             self.fail(self.deadlock())

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from nnscaler.ir.conversion_table_and_paths import ROWS, ConversionRow, explain_illegal
 from nnscaler.ir.graph import LogicalTensor
-from nnscaler.ir.layout_conversion import ROWS, ConversionRow, explain_illegal
 from nnscaler.layout import (
     INVARIANT,
     REPLICATED,

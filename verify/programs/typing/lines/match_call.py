@@ -12,8 +12,8 @@ from op_registry.rank_expression import Expression
 from op_registry.registry import facts_of
 
 from nnscaler.codegen.expressions_and_names import needs_device
+from nnscaler.ir.conversion_table_and_paths import explain_illegal
 from nnscaler.ir.graph import Operation
-from nnscaler.ir.layout_conversion import explain_illegal
 from nnscaler.layout import Layout, Sharded, State
 from verify.programs.typing.lines.canonical_calls import NoCall, arguments_of, parameters_of, with_sizes, wrapped
 from verify.programs.typing.program_files.rank_program_syntax import Assignment, Mark, Variable

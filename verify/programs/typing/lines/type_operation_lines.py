@@ -18,9 +18,9 @@ from op_registry.call import Call, TensorArgument, instances_in, map_leaves
 from op_registry.spec import Refusal
 
 from nnscaler.codegen.expressions_and_names import layout_text, returns_sequence
+from nnscaler.ir.conversion_table_and_paths import shape_of_rank
 from nnscaler.ir.derive_operand_layouts import explain_illegal_choices, input_states, output_states, shards_of
 from nnscaler.ir.graph import Graph, Operation
-from nnscaler.ir.layout_conversion import shape_of_rank
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice, RunInvariant, Split
 from nnscaler.layout import Axis, Invariant, Layout, Partial, Replicated, Sharded, State

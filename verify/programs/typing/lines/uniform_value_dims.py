@@ -18,9 +18,9 @@ from op_registry.bind_annotation import localise
 from op_registry.rank_expression import depends_on_rank
 from op_registry.spec import Refusal
 
+from nnscaler.ir.conversion_table_and_paths import shape_of_rank
 from nnscaler.ir.derive_operand_layouts import is_legal, output_states, shards_of
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.layout_conversion import shape_of_rank
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Split
 from nnscaler.layout import INVARIANT, Invariant, Layout, Replicated, Sharded, State

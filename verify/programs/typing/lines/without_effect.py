@@ -18,8 +18,8 @@ from op_registry.call import DType
 from op_registry.rank_expression import Expression
 from op_registry.registry import facts_of
 
+from nnscaler.ir.conversion_table_and_paths import shape_of_rank
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.layout_conversion import shape_of_rank
 from verify.programs.typing.lines.canonical_calls import has_dims, operator_of
 from verify.programs.typing.program_files.rank_program_syntax import Assignment, Variable
 from verify.programs.typing.typed_value import Axes, Held

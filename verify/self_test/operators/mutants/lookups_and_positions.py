@@ -50,14 +50,14 @@ def _careless_of_sections(size: int, axes: Axes) -> Expression:
     return index(axes[0].axis) * (size // axes[0].parts) if of_sections else _start(size, axes)
 
 
-def _hook(identifier: str, operand: int, dim: int, argument: tuple[int, str], start: Start) -> Hook:
+def _hook(identifier: str, dim: int, argument: tuple[int, str], start: Start) -> Hook:
     """Rewrite one argument to where the shard begins."""
 
     def localize(call: Call, shards: Shards) -> Call:
         axes = shards.get(identifier)
         if not axes:
             return call
-        size = call.tensors()[operand].shape[dim]
+        size = call.tensors()[0].shape[dim]
         return call.replace(*argument, start(size, axes))
 
     return localize
@@ -253,23 +253,21 @@ def _scores() -> tuple[Tensor, ...]:
 
 
 _LOOKUP = HookedOperator(
-    "lookup", "v+ d, t -> t d", lookup, _hook("v", 0, 0, (2, "start"), _start), _vocabulary, frozenset("v")
+    "lookup", "v+ d, t -> t d", lookup, _hook("v", 0, (2, "start"), _start), _vocabulary, frozenset("v")
 )
-_PICK = HookedOperator("pick", "t c+, t -> t", pick, _hook("c", 0, 1, (2, "first"), _start), _labels, frozenset("c"))
+_PICK = HookedOperator("pick", "t c+, t -> t", pick, _hook("c", 1, (2, "first"), _start), _labels, frozenset("c"))
 _POSITIONS = HookedOperator(
-    "positions", "a b -> a b", positions, _hook("a", 0, 0, (1, "start"), _start), None, frozenset("a")
+    "positions", "a b -> a b", positions, _hook("a", 0, (1, "start"), _start), None, frozenset("a")
 )
 _DEEP = HookedOperator("positions", "a b c d e f -> a b c d e f", deep_positions, _POSITIONS.hook, _deep)
-_CAUSAL = HookedOperator(
-    "causal", "q k^ -> q k^", causal, _hook("q", 0, 0, (1, "start"), _start), _scores, frozenset("q")
-)
+_CAUSAL = HookedOperator("causal", "q k^ -> q k^", causal, _hook("q", 0, (1, "start"), _start), _scores, frozenset("q"))
 _GRID = HookedOperator("grid", "a b -> a b", grid, _grid_hook(False), None, frozenset("ab"))
 
 
 def _lookups() -> Iterator[OperatorMutant]:
     yield _LOOKUP.with_hook("offset dropped", None)
     for name, start in _STARTS:
-        yield _LOOKUP.with_hook(f"offset {name}", _hook("v", 0, 0, (2, "start"), start))
+        yield _LOOKUP.with_hook(f"offset {name}", _hook("v", 0, (2, "start"), start))
     yield _LOOKUP.with_function("negative ids wrap around", _wraps)
     yield _LOOKUP.with_function("ids clamped", _clamps)
     yield _LOOKUP.with_function("ids modulo the block", _modulo)
@@ -281,12 +279,12 @@ def _lookups() -> Iterator[OperatorMutant]:
     yield _LOOKUP.with_function("padding row counted in the block", _padding_is_local, padded)
     yield _LOOKUP.with_function("padding row's gradient kept", _padding_frozen_locally, _padding_frozen)
     strided = replace(_LOOKUP, blocks=frozenset())
-    yield strided.with_hook("strided shard taken for a block", _hook("v", 0, 0, (2, "start"), _careless))
+    yield strided.with_hook("strided shard taken for a block", _hook("v", 0, (2, "start"), _careless))
 
 
 def _picks() -> Iterator[OperatorMutant]:
     yield _PICK.with_hook("offset dropped", None)
-    yield _PICK.with_hook("offset of the other dim", _hook("t", 0, 0, (2, "first"), _start))
+    yield _PICK.with_hook("offset of the other dim", _hook("t", 0, (2, "first"), _start))
     yield _PICK.with_function("labels clamped", _picks_clamped)
     yield _PICK.with_function("negative labels wrap around", _picks_negative)
     yield _PICK.with_function("one-hot without the offset", _picks_one_hot)
@@ -294,12 +292,12 @@ def _picks() -> Iterator[OperatorMutant]:
 
 def _places() -> Iterator[OperatorMutant]:
     yield _POSITIONS.with_hook("offset dropped", None)
-    careless = _hook("a", 0, 0, (1, "start"), _careless)
+    careless = _hook("a", 0, (1, "start"), _careless)
     yield replace(_POSITIONS, blocks=frozenset()).with_hook("strided shard taken for a block", careless)
     yield _DEEP.with_hook("strided shard of one of six dims taken for a block", careless)
-    of_sections = _hook("a", 0, 0, (1, "start"), _careless_of_sections)
+    of_sections = _hook("a", 0, (1, "start"), _careless_of_sections)
     yield _DEEP.with_hook("shard of each section of one of six dims taken for a block", of_sections)
-    yield _POSITIONS.with_hook("offset of the other dim", _hook("b", 0, 1, (1, "start"), _start))
+    yield _POSITIONS.with_hook("offset of the other dim", _hook("b", 1, (1, "start"), _start))
     yield _CAUSAL.with_hook("offset dropped", None)
     yield _CAUSAL.with_function("one too far", _causal_strict)
     yield _GRID.with_hook("second offset dropped", _grid_hook(True))

@@ -7,10 +7,9 @@ from collections.abc import Iterator, Sequence
 
 from verify.self_test.programs.compile_in_steps import Text, generation_of
 from verify.self_test.programs.mutants import (
-    arguments,
+    arguments_and_declarations,
     communication,
     cuts_copies_constants,
-    declarations,
     operations_and_gradients,
     schedule,
 )
@@ -22,8 +21,7 @@ from verify.self_test.programs.right_programs import Base
 TEXT_OPERATORS: tuple[MutationOperator, ...] = (
     *communication.OPERATORS,
     *operations_and_gradients.OPERATORS,
-    *arguments.OPERATORS,
-    *declarations.OPERATORS,
+    *arguments_and_declarations.OPERATORS,
     *schedule.OPERATORS,
     *cuts_copies_constants.OPERATORS,
 )

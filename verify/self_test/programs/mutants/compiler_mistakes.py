@@ -27,9 +27,9 @@ from nnscaler.communication.communicated_graph import (
     reads,
     writes,
 )
+from nnscaler.ir.conversion_table_and_paths import ROWS, ConversionStep
 from nnscaler.ir.derive_operand_layouts import input_states, output_states
 from nnscaler.ir.graph import Operation
-from nnscaler.ir.layout_conversion import ROWS, ConversionStep
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import RunPartial, Split
 from nnscaler.layout import INVARIANT, PARTIAL, REPLICATED, Partial, Sharded, State, with_state

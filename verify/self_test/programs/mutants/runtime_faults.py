@@ -19,7 +19,7 @@ from nnscaler.runtime.training.gradients.accumulate_and_reduce import Gradients
 from nnscaler.runtime.training.gradients.buckets import SumBucket
 from nnscaler.runtime.training.gradients.gradient_plan import Holding, WantedGradient
 from nnscaler.runtime.training.saving import checkpoint
-from nnscaler.runtime.training.saving.rank_tensors import StoredTensor, stored_tensors
+from nnscaler.runtime.training.saving.rank_tensors_as_boxes import StoredTensor, stored_tensors
 
 Fault = Callable[[], AbstractContextManager[object]]
 Summed = Callable[[Holding, Tensor, Tensor, Communicator], Tensor]  # of the own gradient, and the sum

@@ -10,7 +10,7 @@ from random import Random
 
 import torch
 
-from nnscaler.ir.layout_conversion import ROWS
+from nnscaler.ir.conversion_table_and_paths import ROWS
 from verify.self_test.programs.mutants.editable_program_and_edits import Role, Statement
 from verify.self_test.programs.mutants.mutant import Edit, Edits
 from verify.self_test.programs.soundness.harmless_edits import FORMS, PYTHON

@@ -13,7 +13,7 @@ from random import Random
 
 import torch
 
-from verify.processes.pool import Died, Note, TimedOut
+from verify.child_processes import Died, Note, TimedOut
 from verify.results.styled_line import StyledLine, plain
 from verify.self_test.programs.judge_mutant import Execution
 from verify.self_test.programs.right_programs import TINY, build

@@ -1,1 +1,0 @@
-"""Annotations of operators that are layers of models."""

@@ -1,1 +1,0 @@
-"""Annotations of elementwise operators, reductions, scans, products and transforms."""

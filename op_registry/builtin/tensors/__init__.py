@@ -1,1 +1,0 @@
-"""Annotations of operators that make, move, index and regroup elements."""

@@ -1,1 +1,0 @@
-"""Saving and loading: what is loaded elsewhere must be what ranks held."""

@@ -1,1 +1,0 @@
-"""Run tasks in child processes, so that one that dies or hangs ends alone."""

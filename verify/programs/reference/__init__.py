@@ -1,1 +1,0 @@
-"""The reference: the untraced eager model on the whole batch."""
