@@ -189,7 +189,7 @@ def run_reference(
     kept: list[Buffers] = [{}] * parts
     with torch.random.fork_rng(devices=[]), computing_in(model, dtype):
         space, start = StateMap.of(model), logical_state(model)
-        optimizer = None if program.optimizer is None else program.optimizer(model)
+        optimizers = program.optimizers(model)
         for number in range(steps):
             whole = batch_of_step(batch, number)
             losses, statistics = _run_parts(program, step_of, model, whole, dtype, kept)
@@ -198,13 +198,14 @@ def run_reference(
             if dtype == torch.float64:  # a narrower one may overflow where the program does as well
                 gradients_of = ((f"the gradient of {n}", p.grad) for n, p in model.named_parameters())
                 _check_finite(program, number, [("the loss", loss), *gradients_of])
-            if optimizer is None:
+            if optimizers is None:
                 learning_rate = learning_rate or choose_learning_rate(model)
-                optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=learning_rate)
+                optimizers = (torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=learning_rate),)
             norm = None
             if program.max_norm is not None:
                 norm = _clip(list(model.parameters()), program.max_norm, program.added_to_norm)
-            optimizer.step()
+            for optimizer in optimizers:
+                optimizer.step()
             if dtype == torch.float64:
                 updated = ((f"the updated {n}", p) for n, p in model.named_parameters() if p.requires_grad)
                 _check_finite(program, number, updated)

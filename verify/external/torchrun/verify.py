@@ -45,6 +45,10 @@ _CHECK_FILE = (
     "let it run as `torchrun --nproc-per-node 1` would start it, with WORLD_SIZE=1, which a test of the number of "
     "ranks may forbid; or write a check file, whose `model()` is the plain model: docs/verify-external.md"
 )
+_NO_STEPS = (
+    "steps of a `torch.optim.Optimizer` are watched: let the script make one before it ends, derive an optimizer of its "
+    "own from that class, or write a check file: docs/verify-external.md"
+)
 _STARTS = (
     "copies: broadcast the parameters of rank 0, or seed every rank alike, before the first step; shards: cut them "
     "out of whole tensors that every rank makes alike"
@@ -110,7 +114,8 @@ def _verify(runner: ScriptRunner, progress: Progress) -> Outcome:
     ended = ("the script runs to its steps", tuple(len(record.steps) for record in records))
     if min(ended[1]) == 0 or len(set(ended[1])) > 1:
         message = f"the ranks made {', '.join(map(str, ended[1]))} optimizer steps, so that nothing can be compared"
-        return *_undecided(message, runner.output(), help=_CHECK_FILE), tuple(notes), used
+        help = _CHECK_FILE if min(ended[1]) else _NO_STEPS
+        return *_undecided(message, runner.output(), help=help), tuple(notes), used
     try:
         layout = Layout(parts_of(records))
     except NoParts as problem:

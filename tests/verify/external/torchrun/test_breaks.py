@@ -73,6 +73,7 @@ def test_no_step_is_no_pass() -> None:
     report = verified("breaks.py early", 2)
     assert report.verdict is Verdict.INCONCLUSIVE, told(report)
     assert report.findings[0].code == "nothing_checked"
+    assert "derive an optimizer of its own from that class" in str(report.findings[0].help)
 
 
 def test_a_loop_without_end_is_ended() -> None:
