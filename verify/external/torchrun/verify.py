@@ -46,8 +46,8 @@ _CHECK_FILE = (
     "ranks may forbid; or write a check file, whose `model()` is the plain model: docs/verify-external.md"
 )
 _NO_STEPS = (
-    "steps of a `torch.optim.Optimizer` are watched: let the script make one before it ends, derive an optimizer of its "
-    "own from that class, or write a check file: docs/verify-external.md"
+    "steps of a `torch.optim.Optimizer` are watched: let the script make one before it ends, derive an optimizer of "
+    "its own from that class, or write a check file: docs/verify-external.md"
 )
 _STARTS = (
     "copies: broadcast the parameters of rank 0, or seed every rank alike, before the first step; shards: cut them "

@@ -254,7 +254,7 @@ def _without_graph(arguments: Any) -> Any:
     """Return the same memory without autograd: gloo divides by the number of ranks on a thread of its own, which would
     be recorded as a part of the program there, as no other backend does, and free what Python holds."""
     if isinstance(arguments, torch.Tensor):
-        return arguments.detach()
+        return arguments.detach() if arguments.requires_grad else arguments
     return [_without_graph(one) for one in arguments] if isinstance(arguments, list | tuple) else arguments
 
 
