@@ -235,7 +235,7 @@ def verify_in(
     if how.checkpoint and not known:
         saving = check_saving(case)
         checks, found, notes = (*checks, *saving.checks), (*found, *saving.findings), [*notes, *saving.notes]
-    return Outcome(dtype, checks, found, (*notes, *_notes(ran.results), *notes_of(ran)), compared, ran)
+    return Outcome(dtype, checks, found, (*notes, *_notes(ran.results), *notes_of(program, ran)), compared, ran)
 
 
 def narrowest(ran: RankRun[RankRecord], dtype: torch.dtype) -> torch.dtype:

@@ -48,6 +48,12 @@ def wrapped(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return programs.replicated(Wrapper(model), mesh)
 
 
+def doubled(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Wrong: one module returns twice its output."""
+    model.down.register_forward_hook(lambda module, given, output: 2 * output)
+    return Wrapper(model)
+
+
 def unreduced(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Wrong: nothing sums the gradients."""
     return Wrapper(model)
@@ -103,6 +109,10 @@ def test_what_is_found_of_them() -> None:
 
 def test_wrong_ones_are_refuted() -> None:
     assert verify_program(program(unreduced, dp=2), QUICK).verdict is Verdict.REFUTED
+    report = verify_program(program(doubled, tp=2), QUICK)
+    first = {finding.counter_example["first difference"] for finding in report.findings}
+    assert first == {"the output of down (Linear) on rank 0"}, report.findings
+    assert any(note.startswith("no rank communicates over tp") for note in report.notes), report.notes
 
 
 def test_a_proof_alone_does_not_take_other_names_for_missing_gradients() -> None:
