@@ -30,7 +30,8 @@ from verify.programs.reference.eager import (
 )
 
 Buffers = dict[str, Tensor]
-_told = partial(model_errors, "the plain model itself raises on `batch()`")
+RAISES = "the plain model itself raises on `batch()`"
+_told = partial(model_errors, RAISES)
 _told_of_part = partial(model_errors, "the plain model runs on `batch()`, and raises on the rows of one data part")
 
 

@@ -179,7 +179,7 @@ class ScriptMode(TorchFunctionMode):
     ) -> None:
         """Note the number that a function reads from data, or what it makes of tensors that a model had a part in."""
         tensors = [value for value in _values(given, named) if isinstance(value, Tensor)]
-        ranks = func is torch.arange and made.numel() == int(os.environ.get("WORLD_SIZE", 0))
+        ranks = func is torch.arange and made.numel() == int(os.environ.get("WORLD_SIZE", "0"))
         if ranks or (tensors and all(hasattr(tensor, _OF_RANKS) for tensor in tensors)):
             for one in tensors_in(made):
                 setattr(one, _OF_RANKS, True)
