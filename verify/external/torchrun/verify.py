@@ -43,7 +43,8 @@ _EQUAL_BY_SEED = (
 )
 _CHECK_FILE = (
     "let it run as `torchrun --nproc-per-node 1` would start it, with WORLD_SIZE=1, which a test of the number of "
-    "ranks may forbid; or write a check file, whose `model()` is the plain model: docs/verify-external.md"
+    "ranks, or a stage that always sends to the next one, may forbid; or write a check file, whose `model()` is the "
+    "plain model, and whose `step` may send and receive: docs/verify-external.md"
 )
 _NO_STEPS = (
     "steps of a `torch.optim.Optimizer` are watched: let the script make one before it ends, derive an optimizer of "
