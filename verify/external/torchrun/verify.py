@@ -24,6 +24,7 @@ from verify.external.torchrun.find_ranks_with_same_rows import (
 )
 from verify.external.torchrun.match_one_rank import Layout, NoParts, material_of, parts_of, unequal_starts
 from verify.external.torchrun.rerun_with_other_sizes_or_labels import (
+    with_early_norms,
     with_larger_gradients,
     with_unequal_labels,
     without_limits,
@@ -140,7 +141,7 @@ def _verify(runner: ScriptRunner, progress: Progress) -> Outcome:
             return *_outcome(other.judged), (*notes, *_said(other.judged, other.layout, other.records)), used
     judged = with_larger_gradients(runner, judged, records, layout)
     judged = with_unequal_labels(runner, judged, records, layout)
-    judged = without_limits(runner, judged, layout)
+    judged = with_early_norms(without_limits(runner, judged, layout), records, layout)
     notes += _said(judged, layout, records)
     checks, found = _outcome(judged)
     if judged.passes and (others := rows_of_others(judged, records, layout)) is not None:

@@ -58,7 +58,10 @@ from verify.results.verdict import Verdict
         pytest.param("copies.py --broken biases", 2, "gradient_differs", "scaled", marks=pytest.mark.long),
         pytest.param("copies.py --groups --broken divide", 2, "gradient_differs", "scaled", marks=pytest.mark.long),
         pytest.param("copies.py --padded --broken divide", 2, "gradient_differs", "scaled", marks=pytest.mark.long),
-        ("by_hand.py --broken norm", 2, "gradient_norm_differs", "missing_reduction"),
+        pytest.param(
+            "by_hand.py --broken norm", 2, "gradient_norm_differs", "missing_reduction", marks=pytest.mark.long
+        ),
+        ("accumulate.py --broken clip", 2, "gradient_norm_differs", "missing_reduction"),
         ("flat_shards.py --broken clip", 2, "gradient_norm_differs", "missing_reduction"),
         pytest.param(
             "flat_shards.py --original --broken ignored",
