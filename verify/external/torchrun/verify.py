@@ -261,7 +261,10 @@ def _unequal_starts(records: Sequence[ScriptRecord]) -> tuple[tuple[Check, ...],
     """
     first, *others = records
     unequal = unequal_starts(records)
-    replicas = [name for name in unequal if all(_same_gradient(first, other, name) for other in others)]
+    shards = {held.name for held in first.held if held.filled}  # of an optimizer's own, which are to differ
+    replicas = [
+        name for name in unequal if name not in shards and all(_same_gradient(first, other, name) for other in others)
+    ]
     if not replicas:
         return None
     named = few(replicas, 4)
