@@ -35,7 +35,7 @@ from verify.external.reference import (
 )
 from verify.external.torchrun.cuda_on_cpu import OnCpu
 from verify.external.untrained_copies import without_copies
-from verify.programs.reference.eager import Kind, state_of
+from verify.programs.reference.module_state import Kind, state_of
 
 
 @dataclass(frozen=True)

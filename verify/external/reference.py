@@ -26,8 +26,8 @@ from verify.programs.reference.eager import (
     logical_state,
     randomise_parameters,
     settle_gradients,
-    state_of,
 )
+from verify.programs.reference.module_state import every_parameter, state_of
 
 Buffers = dict[str, Tensor]
 RAISES = "the plain model itself raises on `batch()`"
@@ -195,7 +195,7 @@ def run_reference(
             whole = batch_of_step(batch, number)
             losses, statistics = _run_parts(program, step_of, model, whole, dtype, kept)
             loss = _backward(program, step_of, model, whole, dtype)
-            gradients = space.flat({n: p.grad for n, p in model.named_parameters(remove_duplicate=False)})
+            gradients = space.flat({n: p.grad for n, p in every_parameter(model)})
             if dtype == torch.float64:  # a narrower one may overflow where the program does as well
                 gradients_of = ((f"the gradient of {n}", p.grad) for n, p in model.named_parameters())
                 _check_finite(program, number, [("the loss", loss), *gradients_of])
@@ -364,7 +364,7 @@ def piece_of_step(program: ExternalProgram, model: nn.Module, reference: PlainRe
             loss = step_of(mine, copied(rows, reference.dtype))
             finish_backward(loss, mine.parameters())
             settle_gradients(mine)
-            gradients = space.flat({n: p.grad for n, p in mine.named_parameters(remove_duplicate=False)})
+            gradients = space.flat({n: p.grad for n, p in every_parameter(mine)})
             return _scalar(loss).double(), gradients
 
     return run

@@ -164,3 +164,15 @@ def test_wrong_buffers_of_wrapped_modules_are_refuted() -> None:
 
     report = verify_program(program(uncounted, model=Rotated, dp=2), QUICK)
     assert [finding.code for finding in report.findings] == ["buffer_differs"]
+
+
+class Named(Wrapper):
+    """Names its parameters in its own way, as a wrapper of somebody else's does."""
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True) -> Any:
+        return self.net.named_parameters(prefix, recurse)
+
+
+def test_a_wrapper_may_name_its_parameters_in_its_own_way() -> None:
+    report = verify_program(program(lambda model, mesh: Named(programs.replicated(model, mesh)), dp=2), QUICK)
+    assert report.verdict is Verdict.TESTED_EXACT, report.findings

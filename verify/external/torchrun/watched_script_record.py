@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from verify.external.parameter_mapping import Addresses
-from verify.programs.reference.eager import Kind
+from verify.programs.reference.module_state import Kind
 
 Tensors = tuple[Tensor, ...]
 Settings = Mapping[str, float | tuple[float, ...]]  # of a group of parameters
