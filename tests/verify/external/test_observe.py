@@ -147,3 +147,27 @@ def test_an_optimizer_that_does_not_say_what_it_updates_is_no_fault_of_the_progr
     )
     with pytest.raises(NnscalerError, match="returns None, which has no `param_groups`"):
         verify_program(ranks_alone, ExternalSettings(isolate=False))
+
+
+def _made_anew_in_halves(model: nn.Module, mesh: Any) -> None:
+    """Each rank initialises its rows of a weight again: no value tells whose they are."""
+    weight = torch.empty_like(model.up.weight)
+    nn.init.normal_(weight)
+    dist.broadcast(weight, 0)
+    model.up.weight = nn.Parameter(weight.chunk(2)[mesh.get_local_rank()].clone())
+    ranks = [torch.empty_like(model.up.weight) for _ in range(2)]
+
+    def forward(x: Tensor) -> Tensor:
+        dist.all_gather(ranks, model.up.weight.detach())
+        return nn.functional.linear(x, torch.cat(ranks), model.up.bias)
+
+    model.up.forward = forward
+
+
+def test_what_begins_with_values_of_its_own_decides_nothing() -> None:
+    report = verify_program(program(_made_anew_in_halves, tp=2), ExternalSettings(isolate=False))
+    assert report.verdict is Verdict.INCONCLUSIVE, report.findings
+    told = {finding.code: finding for finding in report.findings}
+    assert set(told) == {"parameter_unmatched", "parameter_not_held", "not_compared"}, report.findings
+    assert "the first loss is not the model's" in told["not_compared"].message
+    assert "instead of initialising parameters again" in str(told["not_compared"].help)

@@ -47,7 +47,28 @@ def compare(run: ProgramRun) -> tuple[ComparisonResult, ...]:
         losses = compare_losses(run, updated, summed=not gradients.differences)
         norms = replace(norms, differences=tuple(d for d in norms.differences if d.step <= updated))
     others = [result for result in (states, _states(run, "buffer", _NEVER)) if result.count]
-    return (_held(run), losses, gradients, norms, *others)
+    held = _held(run)
+    results = (losses, gradients, norms, *others)
+    return (held, *(map(_undecided, results) if _begins_elsewhere(held, losses) else results))
+
+
+ELSEWHERE = (
+    "the first loss is not the model's, and parameters that cannot be matched stand in the place of the model's: they "
+    "may begin with other values, so that no difference says anything"
+)
+
+
+def _begins_elsewhere(held: ComparisonResult, losses: ComparisonResult) -> bool:
+    """Return whether the program may compute from other values: some of the model's parameters are held by nobody, some
+    of the program's cannot be matched, and the loss of the first step differs already."""
+    codes = {difference.code for difference in held.differences}
+    return {"parameter_unmatched", "parameter_not_held"} <= codes and any(d.step == 0 for d in losses.differences)
+
+
+def _undecided(result: ComparisonResult) -> ComparisonResult:
+    if not any(d.verdict is Verdict.REFUTED for d in result.differences):
+        return result
+    return replace(result, differences=(Difference("not_compared", "", -1, 0, Verdict.INCONCLUSIVE, actual=ELSEWHERE),))
 
 
 LATE = "gradients, added up by the optimizer's step"
