@@ -117,13 +117,14 @@ def observe(
             module.register_forward_hook(partial(_note_dtype, dtypes))
         for number in range(len(reference.steps)):
             for optimizer in optimizers:
-                optimizer.zero_grad(set_to_none=True)
+                optimizer.zero_grad()
             for parameter in _parameters_of(made, program):
                 parameter.grad = None
             with watch_redistributions(moves.append if number == 0 else lambda move: None):
                 rows = rows_of(program, reference, rank, number)
                 steps.append(_with_copies(_step(program, made, optimizers, rows, number), held_alone))
-        held = sum(_bytes(value) for one in optimizers for state in one.state.values() for value in state.values())
+        states = (state for one in optimizers for state in getattr(one, "state", {}).values())
+        held = sum(_bytes(value) for state in states for value in state.values())
         placed = dict(_placed(tensor for _, tensor, _ in tensors_of_program(made, program)))
         resting = [name or type(module).__name__ for name, module in _named_modules(made) if not module.training]
     pieces = (*pieces, *(p for p in filled if any(step.gradients[p.local] is not None for step in steps)))

@@ -126,7 +126,7 @@ class ExternalProgram:
         return found
 
 
-_OF_OPTIMIZERS = ("param_groups", "state", "step", "zero_grad")
+_OF_OPTIMIZERS = ("param_groups", "step", "zero_grad")
 _OPTIMIZER_HELP = (
     "return a `torch.optim.Optimizer`, or a list of them; one of your own class can be held in one: `class "
     "Held(torch.optim.Optimizer)` calls `super().__init__(the parameters that it updates, {})`, and its `step(self, "

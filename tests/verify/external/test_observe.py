@@ -136,6 +136,28 @@ def test_a_program_may_have_several_optimizers() -> None:
     assert "norm.bias" in report.findings[0].message
 
 
+class _Around:
+    """Holds an optimizer, and has of torch's ways what it needs itself."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.param_groups = optimizer.param_groups
+        self.step = optimizer.step
+
+    def zero_grad(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+
+def test_an_optimizer_may_be_held_in_an_object() -> None:
+    held = replace(
+        program(programs.replicated, dp=2),
+        optimizer=lambda model: _Around(torch.optim.Adam(model.parameters(), 1e-2)),  # type: ignore[arg-type,return-value]
+    )
+    report = verify_program(held, ExternalSettings(isolate=False))
+    assert report.verdict is Verdict.TESTED_EXACT, report.findings
+
+
 def test_an_optimizer_that_does_not_say_what_it_updates_is_no_fault_of_the_program() -> None:
     wrong = replace(program(programs.replicated, dp=2), optimizer=_OfItsOwn)
     with pytest.raises(NnscalerError, match="returns a _OfItsOwn, which has no `param_groups`") as caught:

@@ -127,7 +127,7 @@ def save_after_steps(
         optimizers = optimizers_of(program, made, reference.learning_rate)
         for number in range(len(reference.steps)):
             for optimizer in optimizers:
-                optimizer.zero_grad(set_to_none=True)
+                optimizer.zero_grad()
             run_step(program, made, rows_of(program, reference, rank, number), number)
             for optimizer in optimizers:
                 optimizer.step()
