@@ -128,10 +128,10 @@ def _two(model: nn.Module) -> dict[str, torch.optim.Optimizer]:
 
 def test_a_program_may_have_several_optimizers() -> None:
     right = replace(program(programs.replicated, dp=2), optimizer=_two)
-    report = verify_program(right, ExternalSettings(isolate=False))
+    report = verify_program(right, ExternalSettings(steps=1, isolate=False))
     assert report.verdict is Verdict.TESTED_EXACT, report.findings
     alone = replace(right, optimizer=lambda model: [*_two(model).values()][: 1 + (type(model) is programs.Net)])
-    report = verify_program(alone, ExternalSettings(isolate=False))
+    report = verify_program(alone, ExternalSettings(steps=1, isolate=False))
     assert {finding.code for finding in report.findings} == {"parameter_differs"}, report.findings
     assert "norm.bias" in report.findings[0].message
 

@@ -62,9 +62,11 @@ class Even(nn.Module):
     ("broken", "kind", "text"),
     [
         ("first", "permuted", "of 2 equal parts, part 1 has the update of part 0"),
-        ("other", "permuted", "of 2 equal parts, part 0 has the update of part 1"),
+        pytest.param("other", "permuted", "of 2 equal parts, part 0 has the update of part 1", marks=pytest.mark.long),
         ("order", "permuted", "of 2 equal parts, part 0 has the value of part 1"),
-        ("stale", "not_updated", "of its 48 elements did not change: nobody updates them"),
+        pytest.param(
+            "stale", "not_updated", "of its 48 elements did not change: nobody updates them", marks=pytest.mark.long
+        ),
     ],
 )
 def test_a_wrong_shard_of_an_optimizer_is_told(broken: str, kind: str, text: str) -> None:
