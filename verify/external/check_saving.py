@@ -38,7 +38,7 @@ from verify.external.save_then_load import (
     other_mesh,
     save_after_steps,
 )
-from verify.programs.eager_reference import state_of
+from verify.programs.module_state import state_of
 from verify.results.finding import Finding
 from verify.results.report import Check
 from verify.results.verdict import Verdict

@@ -79,6 +79,20 @@ def axes_of(program: ExternalProgram, group: Sequence[int]) -> str:
     return "+".join(axes) if axes and (count == len(group) or len(axes) == 1) else "ranks"
 
 
+def _silent_axes(program: ExternalProgram, calls: Sequence[Sequence[RankCall]]) -> list[str]:
+    """Return the axes, of those over which rows are not divided, that no call of a step crosses: without one, what
+    ranks compute of the whole can only be all of it."""
+    at = coordinates(program)
+    groups = {call.group for made in calls for call, _ in _of_step(made, 0)}
+    return [
+        axis
+        for axis, size in program.mesh
+        if size > 1
+        and axis not in program.data_axes
+        and all(len({at[rank][axis] for rank in group if rank >= 0}) < 2 for group in groups)
+    ]
+
+
 def _short(place: str | None) -> str:
     file, _, line = (place or "").rpartition(":")
     return f"{Path(file).name}:{line}" if file else ""
@@ -98,9 +112,14 @@ def memory(records: Sequence[RankRecord]) -> tuple[StageMemory, ...]:
     return tuple(found)
 
 
-def notes_of(ran: RankRun[RankRecord]) -> tuple[str, ...]:
-    """Return what a reader should know of the run: results that nobody waits for, and layouts changed by DTensor."""
-    found = []
+def notes_of(program: ExternalProgram, ran: RankRun[RankRecord]) -> tuple[str, ...]:
+    """Return what a reader should know of the run: axes over which nothing is divided, results that nobody waits for,
+    and layouts changed by DTensor."""
+    found = [
+        f"no rank communicates over {axis} in a step: each one that differs in it computes the same. Where the model "
+        "should be divided over it, do the rules of the plan match its modules?"
+        for axis in _silent_axes(program, ran.calls)
+    ]
     if ran.unwaited:
         found.append(f"{ran.unwaited} functional collectives have results that are never used")
     found += note_of_forgotten(ran.forgotten)

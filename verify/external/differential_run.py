@@ -168,7 +168,7 @@ class ExternalCase:
         self, run: ProgramRun, compared: Sequence[ComparisonResult], found: tuple[Finding, ...]
     ) -> tuple[Finding, ...]:
         """Add the first module that differs, and a repair that was tried, to the first finding that is refuted."""
-        first = self._first_difference()
+        first = self._first_difference(run.records)
         repair = repair_of(self.program, compared)
         mended = repair is not None and self._mends(repair, run.tolerance)
         result = []
@@ -280,14 +280,15 @@ class ExternalCase:
         finding = Finding("not_compared", message, self.program.batch_where or self.program.where, help=help)
         return Check("data parts differ", Verdict.INCONCLUSIVE, 0), finding
 
-    def _first_difference(self) -> FirstDifference | None:
+    def _first_difference(self, records: Sequence[RankRecord]) -> FirstDifference | None:
         """Return the first module whose result differs; None where none is found, or where the run fails with hooks."""
         right = traced_model(self.program, self.model, self.truth)
         try:
             ranks = self.on_ranks(lambda rank: traced_rank(self.program, self.model, self.reference, rank))
         except RanksFailed:
             return None
-        return next(iter(first_differences(self.program, self.reference, right, ranks.results)), None)
+        found = first_differences(self.program, self.reference, right, ranks.results, records)
+        return next(iter(found), None)
 
     def _mends(self, repair: Repair, tolerance: Tolerance) -> bool:
         """Return whether the program with the repair passes every comparison."""

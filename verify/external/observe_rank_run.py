@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer
 
 from nnscaler.errors import NnscalerError, few
 from nnscaler.runtime.nested_values import tensors_in
@@ -34,7 +35,7 @@ from verify.external.reference import (
 )
 from verify.external.torchrun.cuda_on_cpu import OnCpu
 from verify.external.untrained_copies import without_copies
-from verify.programs.eager_reference import Kind, state_of
+from verify.programs.module_state import Kind, state_of
 
 
 @dataclass(frozen=True)
@@ -105,8 +106,8 @@ def observe(
         pieces = match(list(tensors_of_program(made, program)), lookup, program.names, known)
         pieces = without_copies(pieces, lookup.space)
         hooked = tuple(name for name, tensor, _ in tensors_of_program(made, program) if tensor._backward_hooks)
-        optimizer = optimizer_of(program, made, reference.learning_rate)
-        copies = _copies_of(optimizer, [tensor for _, tensor, _ in tensors_of_program(made, program)])
+        optimizers = optimizers_of(program, made, reference.learning_rate)
+        copies = _copies_of(optimizers, [tensor for _, tensor, _ in tensors_of_program(made, program)])
         filled = _placed_copies(copies, lookup, known)
         held_alone = {piece.local: (copies[piece.local], piece.shape[0]) for piece in filled}
         steps: list[ObservedStep] = []
@@ -115,13 +116,15 @@ def observe(
         for module in (module for part in modules_of(made) for module in part.modules()):
             module.register_forward_hook(partial(_note_dtype, dtypes))
         for number in range(len(reference.steps)):
-            optimizer.zero_grad(set_to_none=True)
+            for optimizer in optimizers:
+                optimizer.zero_grad()
             for parameter in _parameters_of(made, program):
                 parameter.grad = None
             with watch_redistributions(moves.append if number == 0 else lambda move: None):
                 rows = rows_of(program, reference, rank, number)
-                steps.append(_with_copies(_step(program, made, optimizer, rows, number), held_alone))
-        held = sum(_bytes(value) for state in optimizer.state.values() for value in state.values())
+                steps.append(_with_copies(_step(program, made, optimizers, rows, number), held_alone))
+        states = (state for one in optimizers for state in getattr(one, "state", {}).values())
+        held = sum(_bytes(value) for state in states for value in state.values())
         placed = dict(_placed(tensor for _, tensor, _ in tensors_of_program(made, program)))
         resting = [name or type(module).__name__ for name, module in _named_modules(made) if not module.training]
     pieces = (*pieces, *(p for p in filled if any(step.gradients[p.local] is not None for step in steps)))
@@ -194,7 +197,7 @@ def run_step(program: ExternalProgram, made: Any, batch: Batch, number: int = 0)
 
 
 def _step(
-    program: ExternalProgram, made: Any, optimizer: torch.optim.Optimizer, batch: Batch, number: int
+    program: ExternalProgram, made: Any, optimizers: Sequence[Optimizer], batch: Batch, number: int
 ) -> ObservedStep:
     loss = run_step(program, made, batch, number)
     named = list(tensors_of_program(made, program))
@@ -202,20 +205,25 @@ def _step(
     with in_phase(phase_of_step("clip", number)):
         norm = _clip(program, made) if program.max_norm is not None else None
     with in_phase(phase_of_step("optimizer", number)):
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
     state = {name: local_value(tensor).clone() for name, tensor, _ in tensors_of_program(made, program)}
     after = {name: local_gradient(tensor) for name, tensor, kind in named if kind == "parameter"}
-    unread = unread_by((optimizer,), {name: tensor for name, tensor, kind in named if kind == "parameter"})
+    unread = unread_by(optimizers, {name: tensor for name, tensor, kind in named if kind == "parameter"})
     return ObservedStep(_whole(loss), gradients, state, norm, changed(gradients, after), unread)
 
 
 # What an optimizer holds instead of the model's parameters: flat shards of them, copies in a wider dtype.
 
 
-def _copies_of(optimizer: torch.optim.Optimizer, known: Sequence[Tensor]) -> dict[str, Tensor]:
-    tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+def _copies_of(optimizers: Sequence[Optimizer], known: Sequence[Tensor]) -> dict[str, Tensor]:
     others = {id(tensor) for tensor in known}
-    return {f"parameter {i} of the optimizer": t for i, t in enumerate(tensors) if id(t) not in others}
+    found: dict[str, Tensor] = {}
+    for number, optimizer in enumerate(optimizers):
+        whose = "the optimizer" if len(optimizers) == 1 else f"optimizer {number + 1}"
+        tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        found |= {f"parameter {i} of {whose}": t for i, t in enumerate(tensors) if id(t) not in others}
+    return found
 
 
 def _placed_copies(copies: Mapping[str, Tensor], lookup: Lookup, known: Sequence[RankPiece]) -> tuple[RankPiece, ...]:
@@ -320,14 +328,15 @@ def whole_scalar(value: Tensor) -> Tensor:
     return local_value(whole.full_tensor() if isinstance(whole, DTensor) else whole).reshape(()).clone()
 
 
-def optimizer_of(program: ExternalProgram, made: Any, learning_rate: float) -> torch.optim.Optimizer:
-    if program.optimizer is not None:
-        return program.optimizer(made)
+def optimizers_of(program: ExternalProgram, made: Any, learning_rate: float) -> tuple[Optimizer, ...]:
+    """Return the program's optimizers of what `parallelize` made, or SGD."""
+    if (own := program.optimizers(made)) is not None:
+        return own
     parameters = [parameter for parameter in _parameters_of(made, program) if parameter.requires_grad]
     if not parameters:  # a rank may hold nothing that is trained
-        return torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=learning_rate)
+        return (torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=learning_rate),)
     # one by one: torch's grouped updates refuse a mix of DTensors and plain tensors
-    return torch.optim.SGD(parameters, lr=learning_rate, foreach=False)
+    return (torch.optim.SGD(parameters, lr=learning_rate, foreach=False),)
 
 
 def _parameters_of(made: Any, program: ExternalProgram) -> Iterator[Tensor]:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from nnscaler.runtime.tensor_values import FILL, as_real, bits_of, family_scale
-from verify.programs.eager_reference import Kind, state_of
+from verify.programs.module_state import Kind, state_of
 
 Addresses = range | Tensor  # a run of addresses, or one for each element of the local tensor, flattened
 _WRAPPERS = frozenset(
@@ -305,20 +305,25 @@ def own_name(local: str) -> str:
     return clean_name(local.partition(" of module ")[0])
 
 
-def moved_names(pieces: Iterable[RankPiece], space: StateMap) -> Mapping[str, str]:
-    """Return the program's name -> the model's, for modules that the program has elsewhere: within a wrapper, say.
-
-    Parameters that were found by their values tell it of all that is in their modules. What they tell in two ways is
-    left out. A worked example: `net.0.bias` is the model's `0.bias`, so that `net.1.mean` may be its `1.mean`.
-    """
+def moved_modules(pieces: Iterable[RankPiece]) -> frozenset[tuple[str, str]]:
+    """Return the program's name and the model's of the outermost modules that the program has elsewhere."""
     modules: set[tuple[str, str]] = set()
     for piece in (piece for piece in pieces if piece.moved):
         here, there = own_name(piece.local).split("."), piece.names[0].split(".")
         while here and there and here[-1] == there[-1]:
             here, there = here[:-1], there[:-1]
         modules.add((".".join(here), ".".join(there)))
+    return frozenset(modules)
+
+
+def moved_names(pieces: Iterable[RankPiece], space: StateMap) -> Mapping[str, str]:
+    """Return the program's name -> the model's, for modules that the program has elsewhere: within a wrapper, say.
+
+    Parameters that were found by their values tell it of all that is in their modules. What they tell in two ways is
+    left out. A worked example: `net.0.bias` is the model's `0.bias`, so that `net.1.mean` may be its `1.mean`.
+    """
     found: dict[str, set[str]] = {}
-    for local, own in modules:
+    for local, own in moved_modules(pieces):
         for name in space.starts:
             rest = name.removeprefix(own).lstrip(".")
             if name == ".".join(part for part in (own, rest) if part):

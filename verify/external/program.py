@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from op_registry.source_location import SourceLocation
+
+from nnscaler.errors import NnscalerError
 
 Batch = Any  # a tensor, or a tuple, list, mapping or dataclass (nested) of tensors and other values
 Step = Callable[[Any, Batch], Tensor | None]
@@ -69,7 +71,7 @@ class ExternalProgram:
     step            the loss of (model, batch). Where it runs the backward pass by itself (pipelines), it returns a loss
                     without gradient, or None on ranks that have none
     reference_step  the same for the plain model; None: `step`
-    optimizer       make the optimizer of what `parallelize` returned, and of the plain model; None: SGD
+    optimizer       make the optimizer, or several, of what `parallelize` returned, and of the plain model; None: SGD
     max_norm        clip gradients to this norm by `torch.nn.utils.clip_grad_norm_` before each step; None: do not
     clip            clip the gradients of (model, max_norm) in the program's own way, and return the norm; None: torch's
     added_to_norm   by which gradients are divided that are clipped: torch adds 1e-6
@@ -91,7 +93,7 @@ class ExternalProgram:
     data_axes: tuple[str, ...] = ()
     step: Step = default_step
     reference_step: Step | None = None
-    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
+    optimizer: Callable[[Any], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]] | None = None
     max_norm: float | None = None
     clip: Callable[[Any, float], Any] | None = None
     added_to_norm: float = 1e-6
@@ -106,3 +108,29 @@ class ExternalProgram:
     def ranks(self) -> int:
         """The number of ranks."""
         return prod(size for _, size in self.mesh)
+
+    def optimizers(self, model: Any) -> tuple[torch.optim.Optimizer, ...] | None:
+        """Return the optimizers that the author's function makes of a model; None where there is no such function.
+
+        Raises NnscalerError `bad_check_file` for what does not say which tensors it updates.
+        """
+        if self.optimizer is None:
+            return None
+        made: Any = self.optimizer(model)
+        found = tuple(
+            made.values() if isinstance(made, Mapping) else made if isinstance(made, list | tuple) else (made,)
+        )
+        for one in found:
+            if missing := [name for name in _OF_OPTIMIZERS if not hasattr(one, name)]:
+                kind = "None" if one is None else f"a {type(one).__name__}"
+                message = f"`optimizer` of {self.name} returns {kind}, which has no `{missing[0]}`"
+                raise NnscalerError("bad_check_file", message, self.where, _OPTIMIZER_HELP)
+        return found
+
+
+_OF_OPTIMIZERS = ("param_groups", "step", "zero_grad")
+_OPTIMIZER_HELP = (
+    "return a `torch.optim.Optimizer`, or a list of them; one of your own class can be held in one: `class "
+    "Held(torch.optim.Optimizer)` calls `super().__init__(the parameters that it updates, {})`, and its `step(self, "
+    "closure=None)` calls yours"
+)

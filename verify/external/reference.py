@@ -26,11 +26,12 @@ from verify.programs.eager_reference import (
     logical_state,
     randomise_parameters,
     settle_gradients,
-    state_of,
 )
+from verify.programs.module_state import every_parameter, state_of
 
 Buffers = dict[str, Tensor]
-_told = partial(model_errors, "the plain model itself raises on `batch()`")
+RAISES = "the plain model itself raises on `batch()`"
+_told = partial(model_errors, RAISES)
 _told_of_part = partial(model_errors, "the plain model runs on `batch()`, and raises on the rows of one data part")
 
 
@@ -189,22 +190,23 @@ def run_reference(
     kept: list[Buffers] = [{}] * parts
     with torch.random.fork_rng(devices=[]), computing_in(model, dtype):
         space, start = StateMap.of(model), logical_state(model)
-        optimizer = None if program.optimizer is None else program.optimizer(model)
+        optimizers = program.optimizers(model)
         for number in range(steps):
             whole = batch_of_step(batch, number)
             losses, statistics = _run_parts(program, step_of, model, whole, dtype, kept)
             loss = _backward(program, step_of, model, whole, dtype)
-            gradients = space.flat({n: p.grad for n, p in model.named_parameters(remove_duplicate=False)})
+            gradients = space.flat({n: p.grad for n, p in every_parameter(model)})
             if dtype == torch.float64:  # a narrower one may overflow where the program does as well
                 gradients_of = ((f"the gradient of {n}", p.grad) for n, p in model.named_parameters())
                 _check_finite(program, number, [("the loss", loss), *gradients_of])
-            if optimizer is None:
+            if optimizers is None:
                 learning_rate = learning_rate or choose_learning_rate(model)
-                optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=learning_rate)
+                optimizers = (torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=learning_rate),)
             norm = None
             if program.max_norm is not None:
                 norm = _clip(list(model.parameters()), program.max_norm, program.added_to_norm)
-            optimizer.step()
+            for optimizer in optimizers:
+                optimizer.step()
             if dtype == torch.float64:
                 updated = ((f"the updated {n}", p) for n, p in model.named_parameters() if p.requires_grad)
                 _check_finite(program, number, updated)
@@ -362,7 +364,7 @@ def piece_of_step(program: ExternalProgram, model: nn.Module, reference: PlainRe
             loss = step_of(mine, copied(rows, reference.dtype))
             finish_backward(loss, mine.parameters())
             settle_gradients(mine)
-            gradients = space.flat({n: p.grad for n, p in mine.named_parameters(remove_duplicate=False)})
+            gradients = space.flat({n: p.grad for n, p in every_parameter(mine)})
             return _scalar(loss).double(), gradients
 
     return run

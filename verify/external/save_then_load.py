@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from nnscaler.runtime.tensor_values import FILL, as_real, difference, family_scale
 from verify.external.observe_rank_run import (
     modules_of,
-    optimizer_of,
+    optimizers_of,
     parallelised,
     rows_of,
     run_step,
@@ -124,11 +124,13 @@ def save_after_steps(
         if not form.can_save(made):
             return None
         pieces = match(list(tensors_of_program(made, program)), lookup, program.names)
-        optimizer = optimizer_of(program, made, reference.learning_rate)
+        optimizers = optimizers_of(program, made, reference.learning_rate)
         for number in range(len(reference.steps)):
-            optimizer.zero_grad(set_to_none=True)
+            for optimizer in optimizers:
+                optimizer.zero_grad()
             run_step(program, made, rows_of(program, reference, rank, number), number)
-            optimizer.step()
+            for optimizer in optimizers:
+                optimizer.step()
         values = {name: local_value(tensor).clone() for name, tensor, _ in tensors_of_program(made, program)}
         form.save(program, made, folder)
     return tuple(

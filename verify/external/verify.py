@@ -13,7 +13,9 @@ from torch import nn
 from op_registry.call import dtype_name
 
 from nnscaler.error_text import first_line
-from nnscaler.errors import few
+from nnscaler.errors import NnscalerError, few
+from nnscaler.runtime.nested_values import map_tensors
+from nnscaler.tracing.export.module_copies import copied_with_hooks
 from verify.external.check_saving import check_saving
 from verify.external.communication_and_memory_profile import communication_profile, memory, notes_of
 from verify.external.comparison.comparison_records import ComparisonResult
@@ -25,8 +27,8 @@ from verify.external.parameter_mapping import StateMap, moved_names
 from verify.external.program import Batch, ExternalProgram
 from verify.external.ranks.attention_and_float64_of_torch import exact_throughout, register_attention
 from verify.external.ranks.run import RankRun, RanksFailed
-from verify.external.reference import check_rows, copied, initial_model, run_reference
-from verify.external.torchrun.cuda_on_cpu import WITHOUT_GPU, asks_for_gpu, cuda_is_the_cpu
+from verify.external.reference import RAISES, check_rows, copied, initial_model, run_reference
+from verify.external.torchrun.cuda_on_cpu import WITHOUT_GPU, OnCpu, asks_for_gpu, cuda_is_the_cpu
 from verify.external.untrained_copies import COPY
 from verify.results.finding import Finding
 from verify.results.report import Check, Report, environment
@@ -86,7 +88,12 @@ def verify_and_name(
     for name in dtypes:
         progress(f"{program.name} on {program.ranks} ranks in {name}")
         known = outcomes[0].ran.results if outcomes and outcomes[0].ran is not None else ()
-        outcomes.append(run(getattr(torch, name), known))
+        try:
+            outcomes.append(run(getattr(torch, name), known))
+        except NnscalerError as error:
+            if (told := _of_float64(program, model, batch, error)) is not None:
+                raise told from error
+            raise
     dtypes, outcomes = _without_float64(run, list(dtypes), outcomes)
     dtypes, outcomes = _float64_alone(run, dtypes, outcomes)
     axes = " ".join(f"{axis}={size}" for axis, size in program.mesh)
@@ -109,6 +116,25 @@ def verify_and_name(
     )
     pieces = [piece for record in (outcomes[0].ran.results if outcomes[0].ran else ()) for piece in record.pieces]
     return report, moved_names(pieces, StateMap.of(model))
+
+
+def _of_float64(program: ExternalProgram, model: nn.Module, batch: Batch, error: NnscalerError) -> NnscalerError | None:
+    """Return the error of a plain model that raises in float64 alone, as where it asserts a dtype; None of another."""
+    if error.code != "model_raised" or not error.message.startswith(RAISES):
+        return None
+    try:
+        with OnCpu():
+            (program.reference_step or program.step)(copied_with_hooks(model), map_tensors(batch, torch.Tensor.clone))
+    except Exception:  # noqa: BLE001 - whatever it raises, it raises as well
+        return None
+    message = f"the plain model runs in its own dtypes, and raises in float64{error.message.removeprefix(RAISES)}"
+    return NnscalerError(error.code, message, error.where, _IN_FLOAT64)
+
+
+_IN_FLOAT64 = (
+    "whatever --dtype says, the program is compared with the plain model in float64: let this line compare a dtype "
+    "with that of a parameter (`x.dtype == self.weight.dtype`), or leave it out in `model()` of the check file"
+)
 
 
 def _narrow(dtypes: Sequence[str]) -> tuple[str, ...]:
@@ -231,7 +257,7 @@ def verify_in(
     if how.checkpoint and not known:
         saving = check_saving(case)
         checks, found, notes = (*checks, *saving.checks), (*found, *saving.findings), [*notes, *saving.notes]
-    return Outcome(dtype, checks, found, (*notes, *_notes(ran.results), *notes_of(ran)), compared, ran)
+    return Outcome(dtype, checks, found, (*notes, *_notes(ran.results), *notes_of(program, ran)), compared, ran)
 
 
 def narrowest(ran: RankRun[RankRecord], dtype: torch.dtype) -> torch.dtype:

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -33,11 +32,11 @@ from nnscaler.tracing.float64_run import (
     without_dropout,
 )
 from nnscaler.tracing.sample_inputs import SampleInputs
+from verify.programs.module_state import Kind, every_parameter, state_of
 from verify.programs.program_draws import Draw, ProgramDraws, UnmatchedDraws
 from verify.results.finding import Finding
 from verify.results.tolerance import Key, Tolerance
 
-Kind = Literal["parameter", "buffer"]
 _told = partial(model_errors, "the model itself raises on the sample batch", UnmatchedDraws)
 
 
@@ -90,14 +89,6 @@ def scale_of(value: Tensor) -> float:
         return 0.0
     size = float(value.abs().square().mean().sqrt())
     return size if size > 1e-6 else _FLOOR
-
-
-def state_of(module: nn.Module) -> Iterator[tuple[str, Tensor, Kind]]:
-    """Yield every parameter, then every buffer, by each of its names."""
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        yield name, parameter, "parameter"
-    for name, buffer in module.named_buffers(remove_duplicate=False):
-        yield name, buffer, "buffer"
 
 
 def put_state(module: nn.Module, values: Mapping[str, Tensor]) -> None:
@@ -321,7 +312,7 @@ def forward_results(
 
 
 def _gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    return {name: kept(p.grad) for name, p in model.named_parameters(remove_duplicate=False)}
+    return {name: kept(p.grad) for name, p in every_parameter(model)}
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from nnscaler.errors import NnscalerError
 from tests.verify.external import programs
 from tests.verify.external.programs import program
 from verify.external.differential_run import ExternalSettings
@@ -106,3 +107,89 @@ def test_parameters_that_fsdp_has_gathered_are_compared_by_their_shards():
     report = verify_program(right, ExternalSettings(isolate=False))
     assert report.verdict is Verdict.TESTED_EXACT, report.findings
     assert {check.name: check.count for check in report.checks}["gradients"] == 32, report.checks
+
+
+class _OfItsOwn:
+    """Updates like an optimizer, and does not say what."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = list(model.parameters())
+
+    def step(self) -> None:
+        for parameter in self.parameters:
+            parameter.data -= 0.1 * parameter.grad
+
+
+def _two(model: nn.Module) -> dict[str, torch.optim.Optimizer]:
+    wide = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+    others = [parameter for parameter in model.parameters() if parameter.dim() != 2]
+    return {"wide": torch.optim.SGD(wide, 0.1, momentum=0.9), "others": torch.optim.Adam(others, 1e-2)}
+
+
+def test_a_program_may_have_several_optimizers() -> None:
+    right = replace(program(programs.replicated, dp=2), optimizer=_two)
+    report = verify_program(right, ExternalSettings(steps=1, isolate=False))
+    assert report.verdict is Verdict.TESTED_EXACT, report.findings
+    alone = replace(right, optimizer=lambda model: [*_two(model).values()][: 1 + (type(model) is programs.Net)])
+    report = verify_program(alone, ExternalSettings(steps=1, isolate=False))
+    assert {finding.code for finding in report.findings} == {"parameter_differs"}, report.findings
+    assert "norm.bias" in report.findings[0].message
+
+
+class _Around:
+    """Holds an optimizer, and has of torch's ways what it needs itself."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.param_groups = optimizer.param_groups
+        self.step = optimizer.step
+
+    def zero_grad(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+
+def test_an_optimizer_may_be_held_in_an_object() -> None:
+    held = replace(
+        program(programs.replicated, dp=2),
+        optimizer=lambda model: _Around(torch.optim.Adam(model.parameters(), 1e-2)),  # type: ignore[arg-type,return-value]
+    )
+    report = verify_program(held, ExternalSettings(isolate=False))
+    assert report.verdict is Verdict.TESTED_EXACT, report.findings
+
+
+def test_an_optimizer_that_does_not_say_what_it_updates_is_no_fault_of_the_program() -> None:
+    wrong = replace(program(programs.replicated, dp=2), optimizer=_OfItsOwn)
+    with pytest.raises(NnscalerError, match="returns a _OfItsOwn, which has no `param_groups`") as caught:
+        verify_program(wrong, ExternalSettings(isolate=False))
+    assert caught.value.code == "bad_check_file"
+    assert "class Held(torch.optim.Optimizer)" in str(caught.value.help)
+    ranks_alone = replace(
+        wrong, optimizer=lambda model: torch.optim.SGD(model.parameters(), 0.1) if type(model) is programs.Net else None
+    )
+    with pytest.raises(NnscalerError, match="returns None, which has no `param_groups`"):
+        verify_program(ranks_alone, ExternalSettings(isolate=False))
+
+
+def _made_anew_in_halves(model: nn.Module, mesh: Any) -> None:
+    """Each rank initialises its rows of a weight again: no value tells whose they are."""
+    weight = torch.empty_like(model.up.weight)
+    nn.init.normal_(weight)
+    dist.broadcast(weight, 0)
+    model.up.weight = nn.Parameter(weight.chunk(2)[mesh.get_local_rank()].clone())
+    ranks = [torch.empty_like(model.up.weight) for _ in range(2)]
+
+    def forward(x: Tensor) -> Tensor:
+        dist.all_gather(ranks, model.up.weight.detach())
+        return nn.functional.linear(x, torch.cat(ranks), model.up.bias)
+
+    model.up.forward = forward
+
+
+def test_what_begins_with_values_of_its_own_decides_nothing() -> None:
+    report = verify_program(program(_made_anew_in_halves, tp=2), ExternalSettings(isolate=False))
+    assert report.verdict is Verdict.INCONCLUSIVE, report.findings
+    told = {finding.code: finding for finding in report.findings}
+    assert set(told) == {"parameter_unmatched", "parameter_not_held", "not_compared"}, report.findings
+    assert "the first loss is not the model's" in told["not_compared"].message
+    assert "instead of initialising parameters again" in str(told["not_compared"].help)

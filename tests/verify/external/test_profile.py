@@ -22,6 +22,7 @@ def test_tensor_parallel_sums_one_activation_each_way() -> None:
         ("tp", "all_reduce", "backward"): (1, 2 * HIDDEN),
     }
     assert any("aten.addmm.default from (Replicate(),) to (Partial(sum),)" in note for note in report.notes)
+    assert not any("no rank communicates" in note for note in report.notes)
 
 
 @pytest.mark.long

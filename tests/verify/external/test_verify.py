@@ -336,3 +336,29 @@ def test_a_norm_of_sparse_gradients_needs_a_clip_of_the_files() -> None:
     with pytest.raises(NnscalerError, match="no norm of sparse gradients") as caught:
         verify_program(words, ExternalSettings(isolate=False))
     assert "grad.to_dense()" in str(caught.value.help)
+
+
+class _InItsDtype(programs.Net):
+    """Says in which dtype it is computed."""
+
+    def __init__(self, other: bool = False) -> None:
+        super().__init__()
+        self.other = other
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        assert x.dtype == (torch.float16 if self.other else torch.float32), "positions must be in float32"
+        return super().forward(x, y)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_a_dtype_that_the_plain_model_asserts_is_told_with_the_way_out(dtype: str) -> None:
+    asserting = replace(program(programs.replicated, dp=2), model=_InItsDtype)
+    with pytest.raises(
+        NnscalerError, match="runs in its own dtypes, and raises in float64: AssertionError: pos"
+    ) as told:
+        verify_program(asserting, QUICK, dtypes=[dtype])
+    assert "`x.dtype == self.weight.dtype`" in str(told.value.help)
+    assert told.value.where is not None
+    assert told.value.where.text.startswith("assert x.dtype == ")
+    with pytest.raises(NnscalerError, match="the plain model itself raises on `batch"):
+        verify_program(replace(asserting, model=partial(_InItsDtype, True)), QUICK, dtypes=[dtype])

@@ -48,6 +48,12 @@ def wrapped(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return programs.replicated(Wrapper(model), mesh)
 
 
+def doubled(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Wrong: one module returns twice its output."""
+    model.down.register_forward_hook(lambda module, given, output: 2 * output)
+    return Wrapper(model)
+
+
 def unreduced(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Wrong: nothing sums the gradients."""
     return Wrapper(model)
@@ -103,6 +109,10 @@ def test_what_is_found_of_them() -> None:
 
 def test_wrong_ones_are_refuted() -> None:
     assert verify_program(program(unreduced, dp=2), QUICK).verdict is Verdict.REFUTED
+    report = verify_program(program(doubled, tp=2), QUICK)
+    first = {finding.counter_example["first difference"] for finding in report.findings}
+    assert first == {"the output of down (Linear) on rank 0"}, report.findings
+    assert any(note.startswith("no rank communicates over tp") for note in report.notes), report.notes
 
 
 def test_a_proof_alone_does_not_take_other_names_for_missing_gradients() -> None:
@@ -154,3 +164,15 @@ def test_wrong_buffers_of_wrapped_modules_are_refuted() -> None:
 
     report = verify_program(program(uncounted, model=Rotated, dp=2), QUICK)
     assert [finding.code for finding in report.findings] == ["buffer_differs"]
+
+
+class Named(Wrapper):
+    """Names its parameters in its own way, as a wrapper of somebody else's does."""
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True) -> Any:
+        return self.net.named_parameters(prefix, recurse)
+
+
+def test_a_wrapper_may_name_its_parameters_in_its_own_way() -> None:
+    report = verify_program(program(lambda model, mesh: Named(programs.replicated(model, mesh)), dp=2), QUICK)
+    assert report.verdict is Verdict.TESTED_EXACT, report.findings

@@ -21,6 +21,7 @@ from nnscaler.runtime.tensor_values import (
 )
 from verify.external.comparison.comparison_records import IN_STEP, ComparisonResult, Difference, ProgramRun
 from verify.external.comparison.losses_and_norms import compare_losses, compare_norms
+from verify.external.comparison.other_places import cause_elsewhere, cause_of_state
 from verify.external.comparison.reference_in_parts_and_noise import MEAN_OF_MEANS, cause_by_micro_batches
 from verify.external.comparison.shared_elements import WrongGradient
 from verify.external.observe_rank_run import ObservedStep, RankRecord
@@ -46,7 +47,28 @@ def compare(run: ProgramRun) -> tuple[ComparisonResult, ...]:
         losses = compare_losses(run, updated, summed=not gradients.differences)
         norms = replace(norms, differences=tuple(d for d in norms.differences if d.step <= updated))
     others = [result for result in (states, _states(run, "buffer", _NEVER)) if result.count]
-    return (_held(run), losses, gradients, norms, *others)
+    held = _held(run)
+    results = (losses, gradients, norms, *others)
+    return (held, *(map(_undecided, results) if _begins_elsewhere(held, losses) else results))
+
+
+ELSEWHERE = (
+    "the first loss is not the model's, and parameters that cannot be matched stand in the place of the model's: they "
+    "may begin with other values, so that no difference says anything"
+)
+
+
+def _begins_elsewhere(held: ComparisonResult, losses: ComparisonResult) -> bool:
+    """Return whether the program may compute from other values: some of the model's parameters are held by nobody, some
+    of the program's cannot be matched, and the loss of the first step differs already."""
+    codes = {difference.code for difference in held.differences}
+    return {"parameter_unmatched", "parameter_not_held"} <= codes and any(d.step == 0 for d in losses.differences)
+
+
+def _undecided(result: ComparisonResult) -> ComparisonResult:
+    if not any(d.verdict is Verdict.REFUTED for d in result.differences):
+        return result
+    return replace(result, differences=(Difference("not_compared", "", -1, 0, Verdict.INCONCLUSIVE, actual=ELSEWHERE),))
 
 
 LATE = "gradients, added up by the optimizer's step"
@@ -262,8 +284,10 @@ def _explain(run: ProgramRun, number: int, record: RankRecord, piece: RankPiece,
             elements=taken(whole, run.reference.space.whole(piece.names[0])) if piece.names else None,
         )
     )
-    if found.kind not in VAGUE:
+    if found.kind not in (*VAGUE, "permuted"):
         return found
+    if elsewhere := cause_elsewhere(run, "gradient", whole, piece, value):
+        return elsewhere
 
     def near(one: Tensor, other: Tensor) -> bool:
         return _judge(run, ("gradient", number), piece, difference(one, other).relative).passes
@@ -346,7 +370,8 @@ def _states(run: ProgramRun, kind: str, last: int) -> ComparisonResult:
                 worst = max(worst, gap.relative)
                 verdict = _judge(run, (kind, number), piece, gap.relative)
                 if not verdict.passes:
-                    cause = _explain_state(run, number, record, piece, value, expected)
+                    values = {**_same_elements(run, piece, lambda seen: seen.state, number), record.rank: value}
+                    cause = cause_of_state(run, number, record.rank, piece, values, expected)
                     numbers = (f"{gap.expected:.10g}", f"{gap.actual:.10g}")
                     key = (piece.name, record.rank, number)
                     found.append(Difference(code, *key, verdict, gap.relative, *numbers, cause, piece.layout))
@@ -367,20 +392,3 @@ def _right_states(run: ProgramRun, number: int, record: RankRecord, piece: RankP
 
 
 _IDLE = "the optimizer changes no parameter in the steps that are run: what it does was not compared"
-
-
-def _explain_state(
-    run: ProgramRun, number: int, record: RankRecord, piece: RankPiece, value: Tensor, expected: Tensor
-) -> Cause:
-    """Name the cause in the update rather than in the value: what was added is what is wrong."""
-    before = (
-        piece.take(run.reference.steps[number - 1].parameters)
-        if number
-        else piece.take(run.reference.space.flat(run.reference.start))
-    )
-    others = {**_same_elements(run, piece, lambda step: step.state, number), record.rank: value.double()}
-    updates = {rank: other - before for rank, other in others.items()}
-    if largest(updates[record.rank]) == 0 and largest(expected - before) > 0:
-        return Cause("not_updated", f"the {piece.kind} did not change")
-    noun = "update" if piece.kind == "parameter" else "buffer"
-    return cause_of(run.wrong_tensor(noun, record.rank, updates, expected - before))

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from nnscaler.errors import few
-from verify.external.comparison.compare import LATE
+from verify.external.comparison.compare import ELSEWHERE, LATE
 from verify.external.comparison.comparison_records import IN_STEP, ComparisonResult, Difference, ProgramRun
 from verify.programs.causes.wrong_tensor import VAGUE, Cause
 from verify.results.finding import Finding
@@ -87,6 +87,8 @@ _HELP: Mapping[str, str] = {
     "parameter_unmatched": "name it in `names`: {its name in the program: its name in the plain model}",
     "not_compared": "a learning rate above 0, or more steps (`--steps`); does the optimizer hold the parameters that "
     "the module has now, and do they get gradients?",
+    ELSEWHERE: "parallelise the values that the module has, instead of initialising parameters again; or name them in "
+    "`names`: {its name in the program: its name in the plain model}",
     IN_STEP: "verify it with plain SGD as the update between the reduction and what is sent to other ranks: that hides "
     "nothing; or write the reduced gradients into `.grad`",
     "loss_missing": "return the loss from `step` on the ranks that have it",

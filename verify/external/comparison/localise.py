@@ -14,7 +14,7 @@ the model's gradient and so has `up`'s: nothing is found there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor
 from nnscaler.runtime.nested_values import tensors_in
 from nnscaler.runtime.tensor_values import difference
 from nnscaler.tracing.export.module_copies import copied_with_hooks
-from verify.external.observe_rank_run import modules_of, parallelised, rows_of, run_step
-from verify.external.parameter_mapping import clean_name, local_value
+from verify.external.observe_rank_run import RankRecord, modules_of, parallelised, rows_of, run_step
+from verify.external.parameter_mapping import clean_name, local_value, moved_modules
 from verify.external.program import ExternalProgram
 from verify.external.reference import (
     PlainReference,
@@ -39,6 +39,7 @@ from verify.external.reference import (
 )
 
 _CLOSE = {torch.float64: 1e-7, torch.float32: 1e-4}  # relative; in narrower dtypes rounding hides too much
+_ROOT = "the model"
 _LARGEST = 1 << 22  # elements of a tensor that is kept
 
 
@@ -128,7 +129,7 @@ def _recorded(modules: Sequence[nn.Module]) -> Iterator[tuple[list[Seen], list[S
 
     for root in modules:
         for name, module in root.named_modules():
-            watch(clean_name(name) or "the model", module)
+            watch(clean_name(name) or _ROOT, module)
     try:
         yield forward, backward
     finally:
@@ -142,9 +143,14 @@ def _kept(value: Tensor) -> Tensor:
 
 
 def first_differences(
-    program: ExternalProgram, reference: PlainReference, right: StepResults, ranks: Sequence[StepResults]
+    program: ExternalProgram,
+    reference: PlainReference,
+    right: StepResults,
+    ranks: Sequence[StepResults],
+    records: Sequence[RankRecord],
 ) -> tuple[FirstDifference, ...]:
-    """Return the first forward difference over all ranks; where forward agrees, the first backward one."""
+    """Return the first forward difference over all ranks; where forward agrees, the first backward one. What the
+    records say of modules that a rank has by other names, in a wrapper, is gone by."""
     if reference.dtype not in _CLOSE:
         return ()
     rows = row_count(reference.batch)
@@ -154,12 +160,26 @@ def first_differences(
         for rank, traced in enumerate(ranks):
             index, parts = data_part(program, coordinates(program)[rank])
             places = _Places(index, parts, rows, _CLOSE[reference.dtype])
-            found = _first_wrong(getattr(traced, direction), expected, places)
+            seen = _as_in_model(getattr(traced, direction), moved_modules(records[rank].pieces))
+            found = _first_wrong(seen, expected, places)
             if found is not None and (earliest is None or found[0] < earliest[0]):
                 earliest = found[0], FirstDifference(direction, found[1].name, found[1].kind, rank)
         if earliest is not None:
             return (earliest[1],)
     return ()
+
+
+def _as_in_model(seen: Sequence[Seen], moved: Iterable[tuple[str, str]]) -> list[Seen]:
+    """Name modules as the model does: those within the longest of the moved ones."""
+    moves = sorted(moved, key=lambda move: (-len(move[0]), move))
+
+    def renamed(name: str) -> str:
+        for here, there in moves:
+            if here and f"{name}.".startswith(f"{here}."):
+                return ".".join(part for part in (there, name[len(here) + 1 :]) if part) or _ROOT
+        return name
+
+    return [Seen(renamed(one.name), one.kind, one.value) for one in seen]
 
 
 @dataclass(frozen=True)

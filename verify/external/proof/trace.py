@@ -39,7 +39,7 @@ from verify.external.proof.rank_graph import HeldInGraph, RankGraph, pruned
 from verify.external.ranks.torch_private_trace import fake_world, group_ranks, meshes_for_real
 from verify.external.reference import row_count
 from verify.external.torchrun.cuda_on_cpu import replaced
-from verify.programs.eager_reference import state_of
+from verify.programs.module_state import state_of
 
 Spans = Callable[[str], tuple[str, ...] | None]  # name of a group -> the mesh axes that it spans
 WHOLE = -1  # "rank" of the plain model's graph

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from operator import is_
 from typing import Any
 
@@ -27,6 +28,7 @@ class RankState:
     dtype: torch.dtype
     variables: tuple[str | None, ...]
     attributes: tuple[tuple[Any, str, Any, Any], ...]  # owner, name, value, and a copy of what is in it
+    methods: tuple[tuple[type, str, Any], ...]  # of the user's classes, whose results functools keeps
     names: tuple[tuple[dict[str, Any], dict[str, Any]], ...]  # of a module, and a copy
 
 
@@ -43,6 +45,7 @@ def save_state(earlier: RankState | None = None) -> RankState:
         torch.get_default_dtype(),
         tuple(os.environ.get(name) for name in VARIABLES),
         tuple((owner, name, getattr(owner, name), _content(getattr(owner, name))) for owner, name in rank_attributes()),
+        _methods_that_cache(spaces) if earlier is None else earlier.methods,
         tuple((space, dict(space)) for space in spaces),
     )
 
@@ -64,7 +67,9 @@ def load_state(state: RankState) -> None:
             inside = value if isinstance(value, dict) else vars(value)
             inside.clear()
             inside.update(content)
-
+    for owner, name, method in state.methods:
+        if vars(owner).get(name) is not method:
+            setattr(owner, name, method)
     for space, names in state.names:
         if len(space) != len(names) or not all(map(is_, space.values(), names.values())):
             for name in [name for name in space if name not in names]:
@@ -72,13 +77,51 @@ def load_state(state: RankState) -> None:
             space.update(names)
 
 
+def with_own_caches(state: RankState) -> RankState:
+    """Return the state for one rank, for which functools keeps the results of the user's functions anew: what they
+    return, such as the number of a rank or its group, is that of the rank which has called them first."""
+    own: dict[int, Any] = {}
+
+    def anew(value: Any) -> Any:
+        if isinstance(value, staticmethod | classmethod):
+            return type(value)(anew(value.__func__))
+        if not isinstance(value, functools._lru_cache_wrapper):
+            return value
+        if id(value) not in own:
+            own[id(value)] = functools.lru_cache(**value.cache_parameters())(value.__wrapped__)
+        return own[id(value)]
+
+    return replace(
+        state,
+        methods=tuple((owner, name, anew(method)) for owner, name, method in state.methods),
+        names=tuple((space, {name: anew(value) for name, value in names.items()}) for space, names in state.names),
+    )
+
+
 def empty_caches() -> None:
     """Empty what functools keeps of the results of functions in the user's modules, as in a process that has begun:
     that there is no process group, say, which a run of the plain model has asked."""
-    for space in _of_users():
-        for value in list(space.values()):
-            if isinstance(value, functools._lru_cache_wrapper):
-                value.cache_clear()
+    spaces = _of_users()
+    for value in [value for space in spaces for value in space.values()]:
+        if isinstance(value, functools._lru_cache_wrapper):
+            value.cache_clear()
+    for _, _, method in _methods_that_cache(spaces):
+        getattr(method, "__func__", method).cache_clear()
+
+
+def _methods_that_cache(spaces: list[dict[str, Any]]) -> tuple[tuple[type, str, Any], ...]:
+    """Return the owner, name and value of what functools caches in classes that these modules define."""
+
+    def found() -> Iterator[tuple[type, str, Any]]:
+        for space in spaces:
+            classes = [value for value in space.values() if isinstance(value, type)]
+            for owner in (c for c in classes if c.__module__ == space.get("__name__")):
+                for name, value in vars(owner).items():
+                    inner = value.__func__ if isinstance(value, staticmethod | classmethod) else value
+                    if isinstance(inner, functools._lru_cache_wrapper):
+                        yield owner, name, value
+
+    return tuple(found())
 
 
 def _of_users() -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from nnscaler.runtime.communication.communicator import CommunicationCall
 from verify.external.ranks.call_sites import phase, place_of_call
 from verify.external.ranks.collective_semantics import CollectiveShare
-from verify.external.ranks.torch_private import BACKEND, ProcessGroup, current_worlds, premultiplier
+from verify.external.ranks.torch_private import BACKEND, ProcessGroup, check_peer, current_worlds, premultiplier
 from verify.external.ranks.unwaited_async_calls import BegunLines, BegunWork
 
 Items = Sequence[Sequence[Tensor]]
@@ -224,6 +224,7 @@ class RankGroup(ProcessGroup):  # type: ignore[misc]
 
     def _message(self, kind: str, tensors: Sequence[Tensor], source: int, target: int, tag: int) -> Any:
         (tensor,) = tensors
+        check_peer(max(source, target), len(self.members))
         ranks = (self.members[source] if source >= 0 else -1, self.members[target])
         place = place_of_call()
         call = CommunicationCall(

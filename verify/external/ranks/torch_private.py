@@ -222,6 +222,29 @@ def bare_gloo(store: Any, place: int, size: int, timeout: Any) -> Any:
     return _C10D_CPP.ProcessGroupGloo(store, place, size, timeout)
 
 
+def check_peer(peer: int, size: int) -> None:
+    """Check that a message goes to or comes from a rank that is there, or any (below 0). Raises ValueError.
+
+    torch checks no rank of the default group, and gloo writes past its ends, or waits for ever.
+    """
+    if peer >= size:
+        ranks = "one rank" if size == 1 else f"{size} ranks"
+        raise ValueError(f"a message to or from rank {peer}, in a group of {ranks}")
+
+
+def checked_messages() -> list[tuple[Any, str, Any]]:
+    """Return what stands for the messages of torch's own groups: (owner, attribute, value)."""
+
+    def checked(method: Callable[..., Any]) -> Callable[..., Any]:
+        def called(group: Any, tensors: Any, peer: int, tag: int) -> Any:
+            check_peer(peer, group.size())
+            return method(group, tensors, peer, tag)
+
+        return called
+
+    return [(ProcessGroup, name, checked(getattr(ProcessGroup, name))) for name in ("send", "recv")]
+
+
 # -- facts of collectives ---------------------------------------------------------------------------------------------
 
 

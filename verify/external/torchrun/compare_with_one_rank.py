@@ -61,6 +61,8 @@ class Attempt:
     numbers  that it read from its data
     notes    of that run
     clipped  calls of torch's functions that clip gradients, in each of its steps
+    own_norms
+             of each data part's gradients when its process made these calls, by part and step; none in another way
     unclipped
              makes the gradients before they were clipped
     filled   tensors whose gradients the script fills in
@@ -73,6 +75,7 @@ class Attempt:
     compared: tuple[ComparisonResult, ...]
     notes: tuple[str, ...]
     clipped: tuple[tuple[Clipped, ...], ...] = ()
+    own_norms: tuple[tuple[tuple[float | None, ...], ...], ...] = ()
     unclipped: PartGradients | None = None
     filled: FilledIn = NONE_FILLED
 
@@ -178,7 +181,9 @@ def attempt_of(
     run = ProgramRun(program_of(runner.name, layout), reference, ranks, tolerance, own)
     clipped = tuple(step.clipped for step in made[0].steps[:steps])
     own = own_gradients(made, filled)
-    attempt = Attempt(way, material, made[0].numbers, run, compare(run), made[0].notes, clipped, own, filled)
+    norms = tuple(tuple(tuple(c.own for c in s.clipped) for s in record.steps[:steps]) for record in made)
+    norms = norms if way == "part" else ()
+    attempt = Attempt(way, material, made[0].numbers, run, compare(run), made[0].notes, clipped, norms, own, filled)
     if not runner.double and not attempt.agrees:
         run = replace(run, tolerance=_noise(runner, attempt))
         attempt = replace(attempt, run=run, compared=compare(run))

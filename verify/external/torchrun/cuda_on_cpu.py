@@ -42,7 +42,7 @@ _NO_KERNEL = re.compile(
 )
 WITHOUT_GPU = (
     "everything runs on the CPU here: take devices from `mesh.device_type` or `torch.accelerator`, and leave out what "
-    "GPUs or NCCL alone have"
+    "GPUs or NCCL alone have; import Triton only where there is one, with torch's operators in place of its kernels"
 )
 
 

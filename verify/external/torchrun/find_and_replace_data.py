@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,6 +26,7 @@ Take = Callable[[str, Tensors], Tensors]  # kind of event, and what came in -> w
 _READS: frozenset[Any] = frozenset((Tensor.item, Tensor.__int__, Tensor.__float__, Tensor.tolist))
 _OF_MODEL = "_nnscaler_of_model"  # marks a tensor without a graph that a model had a part in
 _OF_GRADIENTS = "_nnscaler_of_gradients"  # marks what a script computes of gradients that it reads
+_OF_RANKS = "_nnscaler_of_ranks"  # marks a grid of all ranks, and what a script computes of it alone
 _NORMS = frozenset(
     ("norm", "linalg_norm", "linalg_vector_norm", "_foreach_norm", "square", "pow", "__pow__", "dot", "sum", "max",
      "amax", "clamp", "clamp_", "clip", "clip_", "_foreach_clamp_max_", "_foreach_clamp_min_")
@@ -77,7 +79,8 @@ class ScriptMode(TorchFunctionMode):
     are the random numbers that it draws for itself.
 
     dropped  a function was kept from dropping something
-    numbers  of Python that the script reads from data that no model had a part in, such as counts of labels, in order
+    numbers  of Python that the script reads from data that no model had a part in, such as counts of labels, in order;
+             from a grid of the ranks it reads where a rank stands, which is none
     measured the script takes a norm of gradients in code of its own, or limits them
     ignored  each `ignore_index` of a cross entropy
     """
@@ -176,6 +179,11 @@ class ScriptMode(TorchFunctionMode):
     ) -> None:
         """Note the number that a function reads from data, or what it makes of tensors that a model had a part in."""
         tensors = [value for value in _values(given, named) if isinstance(value, Tensor)]
+        ranks = func is torch.arange and made.numel() == int(os.environ.get("WORLD_SIZE", "0"))
+        if ranks or (tensors and all(hasattr(tensor, _OF_RANKS) for tensor in tensors)):
+            for one in tensors_in(made):
+                setattr(one, _OF_RANKS, True)
+            return  # where a rank stands among them is no number of the data
         if not any(t.requires_grad or hasattr(t, _OF_MODEL) or hasattr(t, _OF_GRADIENTS) for t in tensors):
             reads = func in _READS and tensors[0].numel() == 1 and not caller.startswith(_OTHERS)
             if reads and self._outside():

@@ -53,6 +53,10 @@ _QUIETER = 24
 _MIXED = frozenset((*VAGUE, "scaled"))  # kinds of cause that a limit may make of others
 _UNLIMITED = "with gradients that no limit reaches"
 _LIMIT = "what limits it differs, a norm of other elements or another limit: where no limit is reached, gradients agree"
+_EARLY = (
+    "the first norm that is taken in the step is that of the rank's own gradients: they are clipped before they are "
+    "averaged over the data parts"
+)
 _SAME = 1e-3  # a relative difference of limits that are computed of gradients, by rounding
 _BY_ITSELF = "the script takes their norm by itself"
 _BY_HAND = "clip by `torch.nn.utils.clip_grad_norm_`, or by `clip_grads_with_norm_`, whose norms are compared"
@@ -169,6 +173,29 @@ def without_limits(runner: ScriptRunner, judged: Judged, layout: Layout) -> Judg
         return replace(judged, findings=(*told, *(f for f in judged.findings if f not in vague)))
     told = tuple(replace(f, cause=_LIMIT) if f in vague else f for f in judged.findings)
     return replace(judged, findings=told)
+
+
+def with_early_norms(judged: Judged, records: Sequence[ScriptRecord], layout: Layout) -> Judged:
+    """Say of norms that differ whether the first one of a step is that of a rank's own gradients: of micro-batches that
+    are clipped before they are averaged, the later ones are norms of what this has made of them."""
+    attempt = judged.attempt
+    if attempt is None or not attempt.own_norms:
+        return judged
+    told = []
+    for finding in judged.findings:
+        example = finding.counter_example
+        if finding.code == "gradient_norm_differs" and example.get("cause") in VAGUE:
+            step, rank = int(example["step"]), int(example["rank"])
+            calls, right = records[rank].steps[step].clipped, attempt.clipped[step]
+            own = attempt.own_norms[layout.parts[rank]][step]
+            if calls and right and own and own[0] is not None and _is_own(calls[0].size, own[0], right[0].size):
+                finding = replace(finding, cause=_EARLY, counter_example={**example, "cause": "missing_reduction"})
+        told.append(finding)
+    return replace(judged, findings=tuple(told))
+
+
+def _is_own(size: float, own: float, right: float) -> bool:
+    return isclose(size, own, rel_tol=_SAME) and not isclose(size, right, rel_tol=_SAME)
 
 
 @dataclass(frozen=True)

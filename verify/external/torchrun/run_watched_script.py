@@ -16,7 +16,7 @@ import torch
 from nnscaler.random_generators import seed_all
 from verify.external.comparison.reference_in_parts_and_noise import PARTS
 from verify.external.ranks.attention_and_float64_of_torch import register_attention
-from verify.external.ranks.torch_private import FileStore
+from verify.external.ranks.torch_private import FileStore, checked_messages
 from verify.external.torchrun.cuda_on_cpu import cpu_changes, replaced
 from verify.external.torchrun.feed_data_of_all_ranks import RanksFeed
 from verify.external.torchrun.watch import ScriptWatch
@@ -67,6 +67,7 @@ def run_script(start: Start, save: Callable[[ScriptRecord], None], feed: RanksFe
     store = None if start.store is None else FileStore(str(start.store), start.ranks)
     changes = cpu_changes(start.ranks, start.rank, store, watch.tell, watch.groups, start.devices or start.ranks)
     changes.append((torch.cuda, "is_available", _available_where_asserted(watch.tell)))
+    changes += checked_messages() if start.ranks == 1 else []
     with replaced(changes), watch.open(), _sums_of(start):
         try:
             if module:

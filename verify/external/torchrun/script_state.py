@@ -27,7 +27,7 @@ from verify.external.observe_rank_run import local_gradient, unread_by
 from verify.external.parameter_mapping import Addresses, StateMap, claimed, clean_name, layout_words, local_value
 from verify.external.ranks.torch_private import flat_shards, resting_shards
 from verify.external.torchrun.watched_script_record import HeldInScript
-from verify.programs.eager_reference import Kind
+from verify.programs.module_state import Kind, every_parameter
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ def outermost(module: nn.Module) -> nn.Module:
 def tensors_of_module(root: nn.Module, before: str, aside: bool = False) -> Iterator[StateTensor]:
     """Yield each parameter and buffer of a module once, with all names that it has, each after `before`."""
     shards, resting = flat_shards(root), resting_shards(root)
-    parameters: Iterable[tuple[str, Tensor]] = root.named_parameters(remove_duplicate=False)
+    parameters: Iterable[tuple[str, Tensor]] = every_parameter(root)
     buffers: Iterable[tuple[str, Tensor]] = root.named_buffers(remove_duplicate=False)
     for named, trains in ((parameters, True), (buffers, False)):
         names: dict[int, list[str]] = {}

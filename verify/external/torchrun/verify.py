@@ -26,6 +26,7 @@ from verify.external.torchrun.find_ranks_with_same_rows import (
 )
 from verify.external.torchrun.match_one_rank import Layout, NoParts, material_of, parts_of, unequal_starts
 from verify.external.torchrun.rerun_with_other_sizes_or_labels import (
+    with_early_norms,
     with_larger_gradients,
     with_unequal_labels,
     without_limits,
@@ -44,7 +45,12 @@ _EQUAL_BY_SEED = (
 )
 _CHECK_FILE = (
     "let it run as `torchrun --nproc-per-node 1` would start it, with WORLD_SIZE=1, which a test of the number of "
-    "ranks may forbid; or write a check file, whose `model()` is the plain model: docs/verify-external.md"
+    "ranks, or a stage that always sends to the next one, may forbid; or write a check file, whose `model()` is the "
+    "plain model, and whose `step` may send and receive: docs/verify-external.md"
+)
+_NO_STEPS = (
+    "steps of a `torch.optim.Optimizer` are watched: let the script make one before it ends, derive an optimizer of "
+    "its own from that class, or write a check file: docs/verify-external.md"
 )
 _STARTS = (
     "copies: broadcast the parameters of rank 0, or seed every rank alike, before the first step; shards: cut them "
@@ -110,7 +116,8 @@ def _verify(runner: ScriptRunner, progress: Progress) -> Outcome:
     ended = ("the script runs to its steps", tuple(len(record.steps) for record in records))
     if min(ended[1]) == 0 or len(set(ended[1])) > 1:
         message = f"the ranks made {', '.join(map(str, ended[1]))} optimizer steps, so that nothing can be compared"
-        return *_undecided(message, runner.output(), help=_CHECK_FILE), tuple(notes), used
+        help = _CHECK_FILE if min(ended[1]) else _NO_STEPS
+        return *_undecided(message, runner.output(), help=help), tuple(notes), used
     try:
         layout = Layout(parts_of(records))
     except NoParts as problem:
@@ -134,7 +141,7 @@ def _verify(runner: ScriptRunner, progress: Progress) -> Outcome:
             return *_outcome(other.judged), (*notes, *_said(other.judged, other.layout, other.records)), used
     judged = with_larger_gradients(runner, judged, records, layout)
     judged = with_unequal_labels(runner, judged, records, layout)
-    judged = without_limits(runner, judged, layout)
+    judged = with_early_norms(without_limits(runner, judged, layout), records, layout)
     notes += _said(judged, layout, records)
     checks, found = _outcome(judged)
     if judged.passes and (others := rows_of_others(judged, records, layout)) is not None:
@@ -254,7 +261,10 @@ def _unequal_starts(records: Sequence[ScriptRecord]) -> tuple[tuple[Check, ...],
     """
     first, *others = records
     unequal = unequal_starts(records)
-    replicas = [name for name in unequal if all(_same_gradient(first, other, name) for other in others)]
+    shards = {held.name for held in first.held if held.filled}  # of an optimizer's own, which are to differ
+    replicas = [
+        name for name in unequal if name not in shards and all(_same_gradient(first, other, name) for other in others)
+    ]
     if not replicas:
         return None
     named = few(replicas, 4)

@@ -49,7 +49,7 @@ class ScriptWatch:
         self._save, self._feed, self._louder = save, feed, start.louder
         self._inside = 0  # models, backward passes and schedules that run
         self._stepping = 0
-        self._clipping = ClippingWatch()
+        self._clipping = ClippingWatch(self._own_gradients)
         self._state = ScriptState()
         self._events: dict[str, list[Tensors]] = {}
         self._draws: list[Tensor] = []
@@ -62,6 +62,9 @@ class ScriptWatch:
         self._made: dict[int, int] = {}  # optimizer -> its steps
         self._drew = self._stopped = self._scheduled = False
         self._mode = ScriptMode(self.tell, self._outside, self._own_code, self._take, self._draw, start.dropout)
+
+    def _own_gradients(self) -> Iterable[Tensor | None]:
+        return self._own.values()
 
     @property
     def stopped(self) -> bool:

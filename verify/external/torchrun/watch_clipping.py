@@ -16,9 +16,10 @@ from verify.external.torchrun.watched_script_record import Clipped
 
 
 class ClippingWatch:
-    """Watches one process: `clipping` while such a function runs."""
+    """Watches one process: `clipping` while such a function runs. `own`: its own gradients, from before an average."""
 
-    def __init__(self) -> None:
+    def __init__(self, own: Callable[[], Iterable[Tensor | None]] = tuple) -> None:
+        self._own = own
         self._depth = 0
         self._norms: list[Tensor] = []
         self._clipped: list[Clipped] = []
@@ -77,7 +78,9 @@ class ClippingWatch:
             self._depth -= 1
 
     def _note(self, kind: str, size: Tensor, limit: Any) -> None:
-        self._clipped.append(Clipped(kind, float(size), float(limit)))
+        own = [gradient.double().norm() for gradient in self._own() if gradient is not None]
+        norm = float(torch.stack(own).norm()) if own else None
+        self._clipped.append(Clipped(kind, float(size), float(limit), norm))
 
 
 def _returned(made: Any, *_: Any, **__: Any) -> Any:

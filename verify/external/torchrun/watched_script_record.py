@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from verify.external.parameter_mapping import Addresses
-from verify.programs.eager_reference import Kind
+from verify.programs.module_state import Kind
 
 Tensors = tuple[Tensor, ...]
 Settings = Mapping[str, float | tuple[float, ...]]  # of a group of parameters
@@ -87,11 +87,13 @@ class Clipped:
     kind   "norm" or "value"
     size   the norm, or the largest local element, before
     limit  beyond which they are clipped
+    own    the norm of the process' own gradients at that time, which have been averaged with others; None of others
     """
 
     kind: str
     size: float
     limit: float
+    own: float | None = None
 
 
 @dataclass(frozen=True)

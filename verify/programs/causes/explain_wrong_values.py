@@ -21,6 +21,7 @@ from verify.programs.causes.wrong_tensor import STAGES, Cause, Make, Place, Wron
 
 NARROW = (("bfloat16", torch.bfloat16), ("float16", torch.float16), ("float32", torch.float32))
 SHOWN = 6
+SHORT = 16
 
 
 @dataclass(frozen=True)
@@ -143,8 +144,14 @@ def _scaled(wrong: WrongTensor) -> Cause | None:
     if "." in told and all(right.numel() == 1 for right in wrong.rights.values()):
         return None  # any two numbers have a ratio
     if told == "-1":
-        return Cause("scaled", "its sign is wrong", "", factor)
+        # the first updates of Adam are of one size: signs of a few are others by chance
+        return None if _is_short_of_one_size(wrong) else Cause("scaled", "its sign is wrong", "", factor)
     return Cause("scaled", f"it is {told} {'of' if told.startswith('1/') else 'times'} the model's", "", factor)
+
+
+def _is_short_of_one_size(wrong: WrongTensor) -> bool:
+    sizes = torch.cat([wrong.rights[place].flatten().abs() for place in wrong.wrong])
+    return len(sizes) < SHORT and bool((sizes > (1 - wrong.close) * largest(sizes)).all())
 
 
 def _times(wrong: WrongTensor, n: int, axes: Sequence[tuple[str, ...]], often: bool) -> str:

@@ -35,6 +35,9 @@ def reductions(rank: int) -> dict[str, Any]:
     dist.all_reduce(scalar)
     reduced = torch.ones(2) * rank
     dist.reduce(reduced, 1)
+    average = (torch.ones(2, requires_grad=True) * rank).sum()  # gloo itself would record that it divides
+    dist.all_reduce(average, op=dist.ReduceOp.AVG)
+    found["of a graph"] = [average.detach(), type(average.grad_fn).__name__]
     return {**found, "bfloat16": half, "scalar": scalar.reshape(()), "reduce": reduced if rank == 1 else None}
 
 

@@ -286,3 +286,8 @@ def test_a_group_of_another_rank_is_refused() -> None:
     found = failure(work, "simulator", 2)
     assert found.code == "rank_raises"
     assert "the group of rank 0 is used on rank 1" in found.message
+
+
+def test_a_message_to_a_rank_that_is_not_there() -> None:
+    with pytest.raises(RanksFailed, match="ValueError: a message to or from rank 2, in a group of 2 ranks"):
+        run_ranks(lambda rank: dist.isend(torch.ones(1), rank + 2), 2)

@@ -6,7 +6,7 @@ import os
 import pickle
 import random
 import sys
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -173,6 +173,37 @@ def test_what_functions_have_cached_before_ranks_start_is_forgotten(executor: st
     assert _ranks_that_are_up() == 1
     assert run_ranks(lambda rank: _ranks_that_are_up(), 2, executor, isolate=True).results == (2, 2)
     assert _ranks_that_are_up.cache_info().currsize == 1
+
+
+class _Numbers:
+    @staticmethod
+    @cache
+    def world_and_rank() -> tuple[int, int]:
+        return dist.get_world_size(), dist.get_rank()
+
+    @classmethod
+    @lru_cache(maxsize=1)
+    def own_rank(cls) -> int:
+        return dist.get_rank()
+
+
+@lru_cache(maxsize=8)
+def _plus(number: int) -> list[int]:
+    return [dist.get_rank() + number]
+
+
+def test_what_functions_cache_is_that_of_each_rank() -> None:
+    """The group or number that a cached function returns is its caller's, and the same object each time."""
+
+    def on_rank(rank: int) -> bool:
+        dist.barrier()
+        first = _plus(1)
+        dist.barrier()
+        own = [_Numbers.world_and_rank()[1], _Numbers.own_rank(), first[0] - 1, _plus(5)[0] - 5]
+        return own == [rank] * 4 and _plus(1) is first and _plus.cache_parameters()["maxsize"] == 8
+
+    assert run_ranks(on_rank, 3).results == (True,) * 3
+    assert _Numbers.world_and_rank.cache_info().currsize == _plus.cache_info().currsize == 0
 
 
 # -- places, failures, memory -----------------------------------------------------------------------------------------

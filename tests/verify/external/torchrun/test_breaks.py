@@ -75,6 +75,36 @@ def test_no_step_is_no_pass() -> None:
     report = verified("breaks.py early", 2)
     assert report.verdict is Verdict.INCONCLUSIVE, told(report)
     assert report.findings[0].code == "nothing_checked"
+    assert "derive an optimizer of its own from that class" in str(report.findings[0].help)
+
+
+_STAGES = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+first = dist.get_rank() == 0
+stage = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
+x = torch.ones(2, 4)
+if not first:
+    dist.recv(x, 0)
+made = stage(x)
+if first:
+    dist.send(made.detach(), 1)
+made.sum().backward()
+optimizer.step()
+"""
+
+
+def test_stages_that_always_send_are_no_program_for_one_rank(tmp_path: Path) -> None:
+    script = tmp_path / "stages.py"
+    script.write_text(_STAGES)
+    report = verify_script([str(script)], ranks=2)
+    (finding,) = report.findings
+    assert (report.verdict, finding.code) == (Verdict.INCONCLUSIVE, "nothing_checked"), told(report)
+    assert "it fails with ValueError: a message to or from rank 1, in a group of one rank" in finding.message
+    assert "a stage that always sends" in str(finding.help)
 
 
 def test_a_loop_without_end_is_ended() -> None:

@@ -154,6 +154,21 @@ def test_a_norm_of_gradients_is_no_number_of_the_data() -> None:
     assert mode.numbers == [count]
 
 
+def test_where_a_rank_stands_is_no_number_of_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    mode = ScriptMode(lambda note: None, lambda: True, lambda: True, lambda kind, given: given, lambda t: t, False)
+    labels = torch.tensor([5, 6, -100])
+    with mode:
+        grid = torch.arange(4).view(2, 2)
+        row, column = (grid == 2).nonzero().flatten()
+        place = row.item(), column.item(), grid[1, 1].tolist()
+        count = (labels != -100).sum().item()
+        chosen = grid.flatten()[labels[0] - 4].item()  # by what stands in the data
+        several = torch.arange(3)[1].item()
+    assert place == (1, 0, 3)
+    assert mode.numbers == [count, chosen, several]
+
+
 # Parameters that are cut by hand.
 
 

@@ -49,7 +49,8 @@ from verify.results.verdict import Verdict
         pytest.param(
             "sent_stages.py --limit 99 --broken norm", 2, "gradient_differs", "scaled", marks=pytest.mark.long
         ),
-        ("zero.py --broken divide", 2, "gradient_differs", "scaled"),
+        pytest.param("zero.py --broken divide", 2, "gradient_differs", "scaled", marks=pytest.mark.long),
+        ("zero.py --alone --broken first", 2, "gradient_differs", "permuted"),
         pytest.param("zero.py --alone --broken divide", 3, "gradient_differs", "scaled", marks=pytest.mark.long),
         pytest.param("zero.py --broken norm", 3, "gradient_differs", "scaled", marks=pytest.mark.long),
         pytest.param("zero.py --alone --broken reduce", 2, "gradient_differs", "own_rows", marks=pytest.mark.long),
@@ -58,7 +59,10 @@ from verify.results.verdict import Verdict
         pytest.param("copies.py --broken biases", 2, "gradient_differs", "scaled", marks=pytest.mark.long),
         pytest.param("copies.py --groups --broken divide", 2, "gradient_differs", "scaled", marks=pytest.mark.long),
         pytest.param("copies.py --padded --broken divide", 2, "gradient_differs", "scaled", marks=pytest.mark.long),
-        ("by_hand.py --broken norm", 2, "gradient_norm_differs", "missing_reduction"),
+        pytest.param(
+            "by_hand.py --broken norm", 2, "gradient_norm_differs", "missing_reduction", marks=pytest.mark.long
+        ),
+        ("accumulate.py --broken clip", 2, "gradient_norm_differs", "missing_reduction"),
         ("flat_shards.py --broken clip", 2, "gradient_norm_differs", "missing_reduction"),
         pytest.param(
             "flat_shards.py --original --broken ignored",

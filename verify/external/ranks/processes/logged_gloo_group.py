@@ -211,8 +211,8 @@ class GlooGroup(RankGroup):
 
     def begin_collective(self, part: CollectiveShare, root: int | None, options: Any, real: Real) -> Any:
         self._reporter.call(Entry(self.key, part.call, part.given_bytes))
-        name, *arguments = real
-        finish = None
+        name, *given = real
+        arguments, finish = _without_graph(given), None
         if part.call.reduction.startswith("premul_sum"):  # gloo has none: the terms are multiplied here
             options.reduceOp = dist.ReduceOp.SUM
             arguments, finish = _premultiplied(part, arguments)
@@ -248,6 +248,14 @@ class GlooGroup(RankGroup):
 
     def shutdown(self) -> None:
         self._real.shutdown()
+
+
+def _without_graph(arguments: Any) -> Any:
+    """Return the same memory without autograd: gloo divides by the number of ranks on a thread of its own, which would
+    be recorded as a part of the program there, as no other backend does, and free what Python holds."""
+    if isinstance(arguments, torch.Tensor):
+        return arguments.detach() if arguments.requires_grad else arguments
+    return [_without_graph(one) for one in arguments] if isinstance(arguments, list | tuple) else arguments
 
 
 def _premultiplied(part: CollectiveShare, arguments: list[Any]) -> tuple[list[Any], Callable[[], None] | None]:

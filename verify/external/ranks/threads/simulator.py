@@ -23,7 +23,7 @@ from nnscaler.runtime.jobs.load_adjusted_clock import LEAST, FairClock
 from nnscaler.runtime.keep_freed_memory import kept_memory
 from verify.external.ranks.call_sites import place_of_call, place_of_error, place_of_thread, traceback_of
 from verify.external.ranks.collective_semantics import CollectiveShare
-from verify.external.ranks.globals_of_ranks import environment_of, load_state, save_state
+from verify.external.ranks.globals_of_ranks import environment_of, load_state, save_state, with_own_caches
 from verify.external.ranks.process_group_base import RankGroup, Real
 from verify.external.ranks.run_result import RankRun, RanksFailed
 from verify.external.ranks.threads.exchange import MessageEnd, ThreadExchange
@@ -230,7 +230,8 @@ def run_simulated(
 
         threads = [threading.Thread(target=work, args=(r,), name=f"rank {r}", daemon=True) for r in range(ranks)]
         try:
-            turns.start([replace(before, variables=environment_of(rank, ranks)) for rank in range(ranks)])
+            own = [with_own_caches(before) for _ in range(ranks)]
+            turns.start([replace(s, variables=environment_of(rank, ranks)) for rank, s in enumerate(own)])
             for thread in threads:
                 thread.start()
             _follow(threads, turns, timeout)

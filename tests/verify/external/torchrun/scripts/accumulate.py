@@ -3,6 +3,7 @@
 --unsent: every rank goes on with its own statistics; --broken momentum: those of rank 1 take in more of its rows.
 --broken overlap: each rank goes on by its own rows alone, and takes in those of the next one a batch later.
 --sync: batch norms see the rows of all ranks; --broken pairs: of two ranks.
+--broken clip: gradients are clipped after each micro-batch, the first time before they are averaged.
 """
 
 import argparse
@@ -60,12 +61,16 @@ def main():
         if last:
             loss = loss_fn(model(batch["image"]), batch["label"])
             (loss / args.accumulate).backward()
+            if args.broken == "clip":
+                nn.utils.clip_grad_norm_(model.parameters(), 0.01)
             optimizer.step()
             optimizer.zero_grad()
         else:
             with model.no_sync():
                 loss = loss_fn(model(batch["image"]), batch["label"])
                 (loss / args.accumulate).backward()
+            if args.broken == "clip":
+                nn.utils.clip_grad_norm_(model.parameters(), 0.01)
     dist.destroy_process_group()
 
 

@@ -1,7 +1,8 @@
 """ZeRO by hand: an optimizer over one flat shard of all parameters, a limit that all gradients exceed, a gather.
 
 --alone: on one rank it is a plain optimizer over the parameters. --broken: "divide" does not divide the sum of
-gradients, "norm" limits by the norm of a rank's shard, "reduce" takes a rank's own gradients, "gather" gathers nothing.
+gradients, "norm" limits by the norm of a rank's shard, "reduce" takes a rank's own gradients, "gather" gathers nothing,
+"first" takes the gradients of the first shard on every rank.
 """
 
 import argparse
@@ -37,6 +38,8 @@ def reduce():
     part = gradients[rank * size :][:size].clone()
     if args.broken != "reduce":
         dist.reduce_scatter_tensor(part, gradients)
+    if args.broken == "first":
+        dist.broadcast(part, 0)
     if args.broken != "divide":
         part /= world
     return part
