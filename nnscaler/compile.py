@@ -15,7 +15,7 @@ import torch
 
 from op_registry.registry import default_registry
 
-from nnscaler.codegen.compiled_program import Origin, Program, modes_of
+from nnscaler.codegen.compiled_program import Origin, Program
 from nnscaler.codegen.expressions_and_names import operator_files, operator_origins
 from nnscaler.codegen.generate import generate, manifest
 from nnscaler.communication.communicated_graph import CommunicatedGraph
@@ -44,6 +44,7 @@ from nnscaler.scheduling.schedule import Schedule, ScheduleKind
 from nnscaler.scheduling.timeline import PassCosts, simulate, timeline_rows
 from nnscaler.tracing import Traced, trace
 from nnscaler.tracing.models_with_added_loss import LossFunction, origin_of_loss
+from nnscaler.tracing.modes import in_modes, modes_of
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.carry_plan_between_traces import carry
 from nnscaler.transform.complete_plan import largest_micro_batches
@@ -198,18 +199,14 @@ def for_batch(program: Program, batch: Mapping[str, torch.Tensor], *, training: 
     if origin.resize is not None:
         origin.resize(batch)
     args, kwargs = origin.rebuild(batch)
-    modes = {module: module.training for module in origin.module.modules()}
     trained = {name for entry in program.manifest.parameters if entry.trainable for name in entry.fqns}
     named = dict(origin.module.named_parameters(remove_duplicate=False))
     flags = {parameter: parameter.requires_grad for parameter in named.values()}
     try:
         for name, parameter in named.items():  # it may have been frozen since, for another program of this model
             parameter.requires_grad_(name in trained)
-        for name, part in origin.module.named_modules():  # and put into another mode
-            part.training = origin.modes.get(name, part.training)
-        if not training:
-            origin.module.eval()
-        with warnings.catch_warnings():  # the notes were told when the program was compiled; of evaluation mode not all
+        with in_modes(origin.module, origin.modes, training=training), warnings.catch_warnings():
+            # the notes were told when the program was compiled; of evaluation mode not all
             warnings.filterwarnings("ignore", "" if training else "(?!forward changes attributes)")
             traced = trace(
                 origin.module,
@@ -221,8 +218,6 @@ def for_batch(program: Program, batch: Mapping[str, torch.Tensor], *, training: 
                 precision=program.plan.precision,
             )
     finally:
-        for module, mode in modes.items():
-            module.training = mode
         for parameter, flag in flags.items():
             parameter.requires_grad_(flag)
     ranks, refused = program.manifest.ranks, None

@@ -45,11 +45,6 @@ class Origin:
     modes: Mapping[str, bool] = field(default_factory=dict)
 
 
-def modes_of(module: torch.nn.Module) -> dict[str, bool]:
-    """Return of each part of a module whether it is in training mode."""
-    return {name: part.training for name, part in module.named_modules()}
-
-
 @dataclass(frozen=True)
 class Program:
     """A compiled program. The same model, plan and versions give the same bytes.

@@ -10,10 +10,11 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from nnscaler.codegen.compiled_program import Origin, Program, modes_of
+from nnscaler.codegen.compiled_program import Origin, Program
 from nnscaler.error_text import in_one_line
 from nnscaler.errors import NnscalerError
 from nnscaler.tracing.models_with_added_loss import LossFunction, with_loss
+from nnscaler.tracing.modes import modes_of
 from nnscaler.tracing.sample_inputs import flatten_inputs
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nnscaler.errors import NnscalerError
 from nnscaler.layout import Partial, Sharded
+from nnscaler.manifest import MANIFEST
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.keep_freed_memory import keep_freed_memory
 from nnscaler.runtime.program.load_python import letting_go, load_role
@@ -102,7 +103,7 @@ def run_program(
 
     Raises NnscalerError("wrong_ranks") for a rank that the program does not have.
     """
-    rank, folder = communicator.rank, folder_of(program.sources, settings.cache)
+    rank, folder = communicator.rank, _folder(program, settings.cache)
     role = program.manifest.role_of(rank)
     if role is None:
         raise NnscalerError("wrong_ranks", f"the program is for {program.manifest.ranks} ranks: no rank {rank}")
@@ -217,5 +218,14 @@ def named_buffers(executor: RankExecutor) -> dict[str, Tensor]:
 
 def stages_of_roles(program: SentProgram, cache: Path | None) -> list[type[Stage]]:
     """Return the stages of all roles of a program."""
-    folder = folder_of(program.sources, cache)
+    folder = _folder(program, cache)
     return [stage for file in program.manifest.role_files for stage in load_role(folder / file).STAGES]
+
+
+def _folder(program: SentProgram, cache: Path | None) -> Path:
+    """Write the role files, and where the files of their operators are, which only rank 0 has imported for sure."""
+    texts, files = dict(program.sources), program.manifest.operator_files
+    if files:
+        found = {name: replace(entry, imports=None) for name, entry in files.items()}
+        texts[MANIFEST] = replace(program.manifest, operator_files=found, state={}, batch={}).to_json()
+    return folder_of(texts, cache)

@@ -17,12 +17,13 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from nnscaler.codegen.compiled_program import Program, modes_of
+from nnscaler.codegen.compiled_program import Program
 from nnscaler.compile import for_batch
 from nnscaler.errors import NnscalerError
 from nnscaler.manifest import Manifest
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.training.cut_batch import DataPart
+from nnscaler.tracing.modes import modes_of
 from nnscaler.tracing.sample_inputs import BatchConstants
 from nnscaler.training.check_replicas import row_checksum
 from nnscaler.training.user_loop.tell_unfollowed_module_changes import ModuleWatch

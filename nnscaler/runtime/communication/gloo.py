@@ -73,7 +73,8 @@ class GlooCommunicator(TorchCommunicator):
         group = torch.distributed.group.WORLD
         assert group is not None, "join_process_group.join comes first"
         self._world = group
-        self._peers = PeerMemory(group, rank)
+        with self._inside("tells the others where its memory is"):
+            self._peers = PeerMemory(group, rank)
         self._groups: dict[tuple[int, ...], ProcessGroup] = {}  # with torch's own collectives, by ascending ranks
         for members in sorted({tuple(sorted(g)) for g in groups if len(g) == 2}):
             if self._peers.near[members]:

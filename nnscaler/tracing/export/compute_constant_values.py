@@ -29,6 +29,17 @@ _LOOKS: dict[Any, Callable[[Tensor], Any]] = {
 }
 _PLACES = frozenset((torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere, torch.where))
 _SELECTED = frozenset((torch.masked_select, Tensor.masked_select))
+# Functions that read the numbers of tensors among their sizes, in C++, where nothing is seen of it: of the size of what
+# they make, and of a tensor that is their first argument.
+_MAKE = ("zeros", "ones", "empty", "full", "rand", "randn", "arange")
+_RESIZE = (
+    *("split", "split_with_sizes", "tensor_split", "chunk", "narrow", "view", "reshape", "unflatten", "expand"),
+    *("repeat", "tile", "roll", "pad", "interpolate", "new_zeros", "new_ones", "new_empty", "new_full"),
+)
+_HOLDERS = (torch, Tensor, torch.nn.functional)
+_SIZED = {getattr(h, name): 0 for h in _HOLDERS for name in _MAKE if hasattr(h, name)}
+_SIZED |= {getattr(h, name): 1 for h in _HOLDERS for name in _RESIZE if hasattr(h, name)}
+_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _MOST_ELEMENTS = 2**24  # of a tensor that is computed, in case that it is asked for
 
 
@@ -57,6 +68,9 @@ class KnownValues(TorchFunctionMode):
             func, args = Tensor.__getitem__, [tensor.expand(shape) for tensor in args]
         if func is Tensor.__getitem__:
             args = (args[0], self._by_number(args[1]))
+        elif (first := _SIZED.get(func)) is not None:
+            args = (*args[:first], *map(self._plain_number, args[first:]))
+            kwargs = {name: self._plain_number(value) for name, value in (kwargs or {}).items()}
         return func(*args, **(kwargs or {}))
 
     def _places(self, tensor: Any) -> tuple[Tensor, ...] | None:
@@ -74,8 +88,25 @@ class KnownValues(TorchFunctionMode):
         for part in index if isinstance(index, tuple) else (index,):
             mask = isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8)
             places = self._places(part) if mask else None
-            parts.extend((part,) if places is None else places)
+            parts.extend((self._of_slice(part),) if places is None else places)
         return tuple(parts) if isinstance(index, tuple) or len(parts) > 1 else parts[0]
+
+    def _of_slice(self, index: Any) -> Any:
+        if not isinstance(index, slice):
+            return index
+        return slice(*map(self._plain_number, (index.start, index.stop, index.step)))
+
+    def _plain_number(self, value: Any) -> Any:
+        """Return a whole number that is a known tensor, and those in a list, as numbers; anything else as it is."""
+        if isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
+            return [self._plain_number(item) for item in value]
+        if not isinstance(value, Tensor) or value.ndim or value.dtype not in _WHOLE:
+            return value
+        known = self._nodes.value_of(value)
+        if known is None:
+            return value
+        with _unrecorded():
+            return int(known)
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind
+from torch.export.graph_signature import InputKind, InputSpec
 
 from op_registry.call import DType, dtype_name, instances_in
 from op_registry.register import operator_of
@@ -96,14 +96,18 @@ class _Importer:
     def read_signature(self, program: ExportedProgram, module: nn.Module, input_names: Sequence[str]) -> list[Any]:
         """Define the stored tensors and inputs; gives the values of the program's placeholders, in order."""
         self._taken.update(input_names)
-        stored = self._define_state(module)
         nodes = [node for node in program.graph_module.graph.nodes if node.op == "placeholder"]
+        left_out = _sparse_buffers(program)
+        stored = self._define_state(module, left_out)
         names = iter(input_names)
         values: list[Any] = []
         inputs: list[tuple[str, Tensor]] = []
         for node, spec in zip(nodes, program.graph_signature.input_specs, strict=True):
+            if _model_name(spec) in left_out:
+                values.append(None)
+                continue
             if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
-                name = stored[str(spec.target).removeprefix(PREFIX + ".")]
+                name = stored[_model_name(spec)]
             elif spec.kind == InputKind.CONSTANT_TENSOR:
                 name = self._define_constant(program.constants[str(spec.target)])
                 if all(str(user.target) == _COPY for user in node.users):
@@ -125,7 +129,7 @@ class _Importer:
             self.tensors[name] = LogicalTensor(name, shape, dtype, "input", fqns=(name,))
         return values
 
-    def _define_state(self, module: nn.Module) -> dict[str, str]:
+    def _define_state(self, module: nn.Module, left_out: frozenset[str]) -> dict[str, str]:
         """Parameters, then buffers; gives the tensor's name for every name in the model."""
         fqns: dict[int, list[str]] = {}
         found: dict[int, tuple[Tensor, Role]] = {}
@@ -135,6 +139,8 @@ class _Importer:
         )
         for named, role in kinds:
             for fqn, tensor in named:
+                if fqn in left_out:
+                    continue
                 found.setdefault(id(tensor), (tensor, role))
                 fqns.setdefault(id(tensor), []).append(fqn)
                 self.state[fqn] = tensor
@@ -271,6 +277,30 @@ class _Importer:
                 storage = self.storages[operation.inputs[argument[0].index]]
                 self._merged[self.storages[result[0]]] = storage
                 self.storages[result[0]] = storage
+
+
+def _model_name(spec: InputSpec) -> str:
+    return str(spec.target).removeprefix(PREFIX + ".")
+
+
+def _sparse_buffers(program: ExportedProgram) -> frozenset[str]:
+    """Return the buffers that a program does without: sparse ones that nothing reads and no checkpoint has.
+
+    Raises NnscalerError "trace_failed" for any other parameter or buffer that is not dense.
+    """
+    found = set()
+    nodes = [node for node in program.graph_module.graph.nodes if node.op == "placeholder"]
+    for node, spec in zip(nodes, program.graph_signature.input_specs, strict=True):
+        value = node.meta.get("val")
+        if spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER) or not isinstance(value, Tensor):
+            continue
+        if value.layout == torch.strided:
+            continue
+        if node.users or spec.persistent is not False:
+            message = f"{_model_name(spec)!r} is a tensor of layout {value.layout}; a program holds dense ones"
+            raise NnscalerError("trace_failed", message, help="keep it dense: register_buffer(name, tensor.to_dense())")
+        found.add(_model_name(spec))
+    return frozenset(found)
 
 
 def _letters(number: int) -> str:

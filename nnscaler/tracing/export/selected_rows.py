@@ -55,9 +55,13 @@ def keep_rows_in_place(program: ExportedProgram) -> None:
     """Rewrite the program's graphs where masks select rows."""
     graphs = [part.graph for part in program.graph_module.modules() if isinstance(part, fx.GraphModule)]
     selecting = [graph for graph in graphs if any(n.target == aten.index.Tensor for n in graph.nodes)]
-    written = {memory for graph in graphs if selecting for memory in _written(graph)}
-    for graph in selecting:
-        _Rewriting(graph, written).run()
+    written: set[int] = set()
+    rewritings = [_Rewriting(graph, written) for graph in selecting]
+    for rewriting in rewritings:
+        rewriting.write_into_no_rows()
+    written.update(memory for graph in graphs if selecting for memory in _written(graph))
+    for rewriting in rewritings:
+        rewriting.run()
 
 
 def _value(node: fx.Node) -> Tensor:
@@ -76,6 +80,24 @@ class _Rewriting:
     written: set[int]
     rows: dict[fx.Node, _Rows] = field(default_factory=dict)
     masks: dict[str, fx.Node] = field(default_factory=dict)  # by how they are computed
+
+    def write_into_no_rows(self) -> None:
+        """`x[mask] += 1` adds to a copy of the rows, and puts it back: what it writes into them is computed anew."""
+        for rows in [node for node in self.graph.nodes if node.target == aten.index.Tensor]:
+            if not _depends_on_data(rows.meta["val"]):
+                continue
+            memory, current = storage_of(_value(rows)), rows
+            tensors = [node for node in self.graph.nodes if isinstance(node.meta.get("val"), Tensor)]
+            _, *writes = [node for node in tensors if storage_of(_value(node)) == memory]
+            if any(_out_of_place(node) is None for node in writes):
+                continue  # or is a view of them
+            for node in writes:
+                with self.graph.inserting_before(node):
+                    made = self._call(node, _out_of_place(node), current, *node.args[1:], **node.kwargs)
+                node.replace_all_uses_with(made)
+                current.replace_all_uses_with(made, lambda user, made=made: user > made)
+                self.graph.erase_node(node)
+                current = made
 
     def run(self) -> None:
         for node in list(self.graph.nodes):
@@ -160,7 +182,7 @@ class _Rewriting:
         others = [n for n in node.all_input_nodes if n not in self.rows]
         if any(len(self.rows[n].inner) != inner for n in given):
             return None
-        if any(not isinstance(n.meta["val"], Tensor) or _value(n).dim() > inner for n in others):
+        if not all(isinstance(n.meta["val"], Tensor) and _fits_each(_value(n), inner) for n in others):
             return None
         self._fill(given if others else [])
         return self._call(node, node.target, *self._whole(args), **self._whole(kwargs))
@@ -290,11 +312,29 @@ class _Rewriting:
         return made
 
 
+def _fits_each(value: Tensor, inner: int) -> bool:
+    """Return whether each of the rows, which have `inner` dims, takes all of a tensor."""
+    return value.dim() <= inner or (value.dim() == inner + 1 and bool(value.shape[0] == 1))
+
+
 def _is_local(target: torch._ops.OpOverload) -> bool:
     """Return whether an element of the result is made of the elements at its place."""
     facts = facts_of(str(target))
     local = torch.Tag.pointwise in target.tags or facts.annotation is broadcasting or facts.moves in ("value", "cast")
     return local and not _is_drawn(target)
+
+
+def _out_of_place(node: fx.Node) -> torch._ops.OpOverload | None:
+    """Return the operator that computes what this one writes into its first argument, of the same dtype; None where it
+    is of another kind."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable or not _is_local(target):
+        return None
+    values = [n.meta["val"] for n in node.all_input_nodes]
+    same = all(isinstance(v, Tensor) and v.dtype == values[0].dtype for v in values)
+    packet = getattr(aten, target._schema.name.removeprefix("aten::").removesuffix("_"), None)
+    found = getattr(packet, target._overloadname, None) if same else None
+    return found if found is not None and not found._schema.is_mutable else None
 
 
 def _is_drawn(target: Any) -> bool:

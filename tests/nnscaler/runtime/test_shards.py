@@ -11,7 +11,7 @@ from nnscaler.layout import Invariant, Partial, Replicated, Sharded, State
 from nnscaler.runtime.cut_tensors import join_pieces, piece_of, pieces_of, place_piece
 from nnscaler.runtime.program.program_directory import describe_state
 from nnscaler.runtime.shards import assemble, local_shape, logical_coordinates, shard, unravel
-from nnscaler.runtime.tensor_values import bits_of, distance_of_copies, same_bits
+from nnscaler.runtime.tensor_values import bits_of, distance_of_copies, same_bits, same_values
 from tests.layouts import positions
 
 LAYOUTS: list[tuple[dict[str, State], dict[str, int], tuple[int, ...]]] = [
@@ -206,3 +206,9 @@ def test_distance_of_copies(one: torch.Tensor, other: torch.Tensor, distance: tu
 
 def test_positions_are_row_major() -> None:
     assert [unravel(p, {"a": 2, "b": 3}) for p in (0, 1, 3)] == [{"a": 0, "b": 0}, {"a": 0, "b": 1}, {"a": 1, "b": 0}]
+
+
+def test_what_a_sparse_tensor_leaves_out_is_zero() -> None:
+    eye = torch.eye(3)
+    assert same_values(eye.to_sparse(), eye.to_sparse()) and same_values(eye.bool().to_sparse(), eye.bool())
+    assert not same_values(eye.to_sparse(), (2 * eye).to_sparse())

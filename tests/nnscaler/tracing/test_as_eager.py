@@ -153,6 +153,25 @@ def test_what_known_values_select_has_a_known_shape(name: str) -> None:
     assert trace(Selects(), (torch.randn(4, 6),)).notes == ()  # its own check compares it with eager
 
 
+SIZES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # h of [4, 6], sizes of (3, 2)
+    "split": lambda h, n: h.split([rows * columns for rows, columns in ((n[0], n[1] - 1), (1, 3))], 1)[1].exp(),
+    "reshape": lambda h, n: h.reshape(-1, n[0], n[1]).softmax(1),
+    "slice": lambda h, n: h[:, n[1] : n.sum()].softmax(1),
+    "new": lambda h, n: h[:, :3] * h.new_full((n[0],), 2.0) + torch.ones(4, n[0]),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_known_numbers_are_sizes(name: str) -> None:
+    """Levels of deformable attention have their sizes in a tensor, which torch reads where nothing sees it."""
+
+    class Sized(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            return SIZES[name](self.proj(x), torch.as_tensor([3, 2], device=x.device)).square().sum()
+
+    assert trace(Sized(), (torch.randn(4, 6),)).notes == ()
+
+
 def test_what_data_selects_is_refused() -> None:
     class Selects(Model):
         def forward(self, x: Tensor) -> Tensor:

@@ -290,3 +290,29 @@ def test_inputs_that_forward_does_not_take() -> None:
         trace(WrongShape(), {"y": X})
     assert caught.value.code == "inputs_differ"
     assert caught.value.where is not None and caught.value.where.file == __file__
+
+
+class Sparse(Model):
+    """A sparse buffer, as Whisper keeps the heads that align its text: nothing that trains reads it."""
+
+    def __init__(self, persistent: bool, read: bool) -> None:
+        super().__init__()
+        self.register_buffer("heads", torch.eye(6).to_sparse(), persistent=persistent)
+        self.read = read
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.proj(x)
+        return (torch.sparse.mm(self.heads, y.t()) if self.read else y).sum()
+
+
+def test_a_sparse_buffer_that_nothing_reads_is_left_out() -> None:
+    traced = trace(Sparse(persistent=False, read=False), {"x": X})
+    assert {tensor.name for tensor in traced.graph.tensors.values() if tensor.role == "buffer"} == set()
+    assert "heads" not in traced.state
+
+
+@pytest.mark.parametrize(("persistent", "read"), [(False, True), (True, False)])
+def test_a_sparse_buffer_that_a_program_would_hold_is_refused(persistent: bool, read: bool) -> None:
+    with pytest.raises(NnscalerError, match="'heads' is a tensor of layout") as raised:
+        trace(Sparse(persistent, read), {"x": X})
+    assert "to_dense" in raised.value.help

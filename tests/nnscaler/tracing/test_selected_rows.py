@@ -23,6 +23,24 @@ def written(h: Tensor, _m: Tensor, _y: Tensor) -> Tensor:
     return area.square().sum()
 
 
+def prompted(h: Tensor, m: Tensor, y: Tensor) -> Tensor:
+    """Points of prompts take an embedding of their kind, as Segment Anything adds it to them."""
+    points, kinds = h * 1.5, h[:2].tanh()
+    points[y == 0] = 0.0
+    points[y == 0] += kinds[0]
+    points[m] += kinds[1:]
+    points[m] *= 2
+    return points.square().sum()
+
+
+def changed_between(h: Tensor, m: Tensor, y: Tensor) -> Tensor:
+    rows = h[m]
+    before = rows * 3
+    rows += h[0]
+    rows *= before
+    return rows.sum() + before.square().sum()
+
+
 def tokens(h: Tensor, m: Tensor, y: Tensor) -> Tensor:
     """Of a mask over two dims, which is computed twice."""
     rows = h.view(6, 2, 4)[m.view(6, 2)]
@@ -44,6 +62,8 @@ LOSSES: dict[str, Loss] = {
     "booleans": lambda h, m, y: (h > h.flip(1))[m].float().mean() + ((h > 0)[m] & (h < 1)[m]).sum() * h[m].mean(),
     "layers": tokens,
     "written": written,
+    "added to": prompted,
+    "changed between": changed_between,
 }
 
 
@@ -95,6 +115,13 @@ def changed_rows(h: Tensor, m: Tensor, y: Tensor) -> Tensor:
     return rows.mean()
 
 
+def changed_under_a_view(h: Tensor, m: Tensor, y: Tensor) -> Tensor:
+    rows = h[m]
+    first = rows[:, :2]
+    rows += h[0]
+    return first.mean()
+
+
 def changed_past_autograd(h: Tensor, m: Tensor, y: Tensor) -> Tensor:
     doubled = h[m] * 2
     doubled.detach().mul_(2)
@@ -107,6 +134,7 @@ REFUSED: dict[str, Loss] = {
     "unfinite norm": lambda h, m, y: F.layer_norm(h[m], (4,), h[0], eps=0.0).mean(),
     "changed mask": changed_mask,
     "changed rows": changed_rows,
+    "changed under a view": changed_under_a_view,
     "changed past autograd": changed_past_autograd,
 }
 

@@ -14,6 +14,7 @@ from nnscaler.training.local_ranks import LOST, Rank, first_to_fail
 MODEL = """
 import os
 import torch
+from operators import Square
 
 class Model(torch.nn.Module):
     def __init__(self):
@@ -22,9 +23,15 @@ class Model(torch.nn.Module):
 
     def forward(self, x):
         y = self.layer(x)
-        return y.square().mean() if not BRANCHES or y.sum() > 0 else y.mean()
+        return Square.apply(y).mean() if not BRANCHES or y.sum() > 0 else y.mean()
 
 BRANCHES = bool(os.environ.get("BRANCHES"))
+
+def build_model(): return Model()
+"""
+DATA = """
+import os
+import torch
 
 class Rows(torch.utils.data.Dataset):
     def __len__(self):
@@ -35,19 +42,35 @@ class Rows(torch.utils.data.Dataset):
             raise ValueError("a row is broken")
         return {"x": torch.randn(4)}
 
-def build_model(): return Model()
 def datasets(): return Rows()
 
 def stop_alone(trainer):
     if trainer.engine.rank == 1:
         trainer.stop()
 """
+OPERATORS = """
+import os
+import torch
+
+if os.environ.get("BROKEN_OPERATOR") == os.environ["RANK"]:
+    raise ValueError("an operator is broken")
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient * ctx.saved_tensors[0]
+"""
 RUN = """
 model = "model.py"
 plan = "dp=2"
 steps = 2
 [data]
-source = "model.py::datasets"
+source = "data.py::datasets"
 batch_size = 4
 [optimizer]
 name = "SGD"
@@ -76,6 +99,13 @@ def test_what_one_rank_ends_with_is_said_with_its_number(tmp_path: Path) -> None
     assert (
         "error: rank 1 ended with exit code 2, and the run with it\n  error: reading the data raises ValueError" in said
     )
+
+
+@pytest.mark.long
+def test_a_rank_that_cannot_start_is_said_and_not_what_the_others_lost(tmp_path: Path) -> None:
+    code, said = run(tmp_path, BROKEN_OPERATOR="1")
+    assert code == 2 and "internal error" not in said
+    assert "error: rank 1 ended with exit code 2" in said and "an operator is broken" in said
 
 
 def test_the_rank_that_left_another_is_the_cause_although_it_ends_later() -> None:
@@ -125,15 +155,18 @@ def test_a_rank_that_fails_ends_with_its_code_although_a_thread_waits_for_anothe
 
 
 def test_a_hook_of_one_rank_alone_stops_all_of_them(tmp_path: Path) -> None:
-    code, said = run(tmp_path, "--hooks.on_step=model.py::stop_alone")
+    """Rank 1 finds the model's operator in a file that nothing else imports there."""
+    code, said = run(tmp_path, f"--hooks.on_step={tmp_path}/data.py::stop_alone")
     assert code == 0 and "stopped      after step 1" in said
 
 
 def run(folder: Path, *words: str, **variables: str) -> tuple[int, str]:
     """The exit code of a run of two ranks, and what it says."""
-    (folder / "model.py").write_text(MODEL)
-    (folder / "run.toml").write_text(RUN)
-    command = [sys.executable, "-m", "nnscaler", "train", "run.toml", *words]
+    for name, text in {"model.py": MODEL, "data.py": DATA, "operators.py": OPERATORS, "run.toml": RUN}.items():
+        (folder / name).write_text(text)
+    command = [sys.executable, "-m", "nnscaler", "train", folder.name + "/run.toml", *words]
     given = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), **variables}
-    found = subprocess.run(command, cwd=folder, env=given, capture_output=True, text=True, check=False, timeout=120)
+    found = subprocess.run(
+        command, cwd=folder.parent, env=given, capture_output=True, text=True, check=False, timeout=120
+    )
     return found.returncode, found.stderr

@@ -226,6 +226,45 @@ def test_what_forward_changes_in_evaluation_mode_alone_is_told() -> None:
         engine.evaluate({"x": x})
 
 
+class Merges(nn.Module):
+    """A weight beside a product of low rank, which evaluation mode adds to it, as layers of LoRA do."""
+
+    def __init__(self, replaces: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6), requires_grad=False)
+        self.a, self.b = nn.Parameter(torch.randn(2, 6)), nn.Parameter(torch.randn(6, 2))
+        self.replaces, self.merged = replaces, False
+
+    def train(self, mode: bool = True) -> Merges:
+        if not mode and not self.merged:
+            if self.replaces:
+                self.weight = nn.Parameter(self.weight + self.b @ self.a)
+            else:
+                self.weight.data += self.b @ self.a
+            self.merged = True
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight if self.merged else self.weight + self.b @ self.a
+        return (x @ weight).square().mean()
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_evaluation_mode_that_changes_parameters_is_refused(replaces: bool) -> None:
+    """It would change the model's own, and not those that are trained."""
+    module, x = Merges(replaces), torch.randn(6, 6)
+    weight = module.weight.detach().clone()
+    engine = Engine(nnscaler.parallelize(module, {"x": x}, ranks=1))
+    engine.step({"x": x})
+    with pytest.raises(NnscalerError, match=r"`eval\(\)` of the model changes 'weight'") as raised:
+        engine.evaluate({"x": x})
+    assert "merge_weights=False" in raised.value.help
+    if not replaces:  # refused before it is written
+        assert raised.value.where is not None and "self.weight.data +=" in raised.value.where.text
+        assert torch.equal(module.weight, weight) and module.training and not module.merged
+        engine.step({"x": x[:3]})
+
+
 def test_a_part_takes_other_sizes_until_it_is_another() -> None:
     """Gradients of its inputs are those of another parameter for each size."""
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh())

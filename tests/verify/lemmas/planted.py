@@ -45,7 +45,7 @@ def called(operator: str, outputs: Sequence[tuple[int, ...]], *args: Any, **kwar
         if isinstance(value, TensorArgument):
             count += 1
             return TensorArgument(count - 1, value.shape, value.dtype)
-        return value
+        return tuple(map(numbered, value)) if isinstance(value, tuple | list) else value
 
     made = tuple(TensorArgument(i, shape, "float32") for i, shape in enumerate(outputs))
     return Call(operator, tuple(map(numbered, args)), {k: numbered(v) for k, v in kwargs.items()}, made)

@@ -60,7 +60,7 @@ def test_a_right_annotation_of_the_same_operator_is_proved() -> None:
     spec = users(softmax, "a b^ -> a b^")
     result = proved(stated(spec, called("planted", [(4096, 16384)], floats(4096, 16384)), Split("a")))
     assert {m.strength for m in result.lemmas} == {Verdict.PROVED_ALL_SIZES}
-    assert {m.text.rpartition(") ")[2] for m in result.lemmas} == {"splits `a`", "runs whole"}
+    assert {m.text.rpartition(") ")[2] for m in result.lemmas} == {"splits `a`", "runs whole, with equal gradients"}
 
 
 def test_a_built_in_annotation_that_is_changed_is_refuted() -> None:
@@ -147,13 +147,20 @@ class Plain(torch.autograd.Function):
         return 2 * gradient
 
 
-@pytest.mark.parametrize("choice", [RunInvariant(), RunReplicated()])
-@pytest.mark.parametrize(("function", "right"), [(Clipped.apply, False), (Plain.apply, True)])
-def test_a_backward_that_is_not_linear_cannot_run_whole(function: Any, right: bool, choice: Choice) -> None:
+@pytest.mark.parametrize(
+    ("function", "choice", "strength"),
+    [
+        (Plain.apply, RunInvariant(), Verdict.PROVED_ALL_SIZES),
+        (Plain.apply, RunReplicated(), Verdict.PROVED_ALL_SIZES),
+        (Clipped.apply, RunInvariant(), Verdict.TESTED_EXACT),  # every rank clips the whole's gradient
+        (Clipped.apply, RunReplicated(), Verdict.REFUTED),
+    ],
+)
+def test_a_backward_that_is_not_linear_takes_no_partial_sums(function: Any, choice: Choice, strength: Verdict) -> None:
     spec = users(function, "a -> a")
     (lemma,) = proved(stated(spec, called("planted", [(64,)], floats(64)), choice)).lemmas
-    assert lemma.text.endswith("runs whole")
-    assert lemma.strength is (Verdict.PROVED_ALL_SIZES if right else Verdict.REFUTED)
+    assert lemma.text.partition(") ")[2].startswith("runs whole")
+    assert lemma.strength is strength
 
 
 def noisy(x: Tensor) -> Tensor:

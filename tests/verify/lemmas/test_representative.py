@@ -54,6 +54,13 @@ def test_a_dim_of_size_1_that_makes_the_result_constant_grows() -> None:
     assert proved(obligation).verdict.passes
 
 
+def test_a_mask_selects_as_many_rows_as_are_put_there() -> None:
+    """Layers of LoRA put the rows of queries and values among those of keys, which have none."""
+    put, mask = "aten.index_put.default", TensorArgument(0, (96,), "bool")
+    obligation = stated(put, called(put, [(96, 32)], floats(96, 32), (mask,), floats(64, 32)), Split("b"))
+    assert proved(obligation).verdict.passes
+
+
 def test_the_matrices_of_a_small_call_are_square_where_they_have_to_be() -> None:
     """At their own size these are too many numbers: 12 x 6 x 18 x 64 x 64."""
     solve = "aten.linalg_solve_triangular.default"

@@ -9,8 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from op_registry.spec import OperatorSpec
+
 from tests.sampling import every
 from tests.verify.op_checks.test_beyond_bounds import verified
+from verify.evidence.verify_op_options import OpOptions
+from verify.operators.verify_spec import verify_spec
 from verify.results.verdict import Verdict
 
 SEEDS = pytest.mark.parametrize("seed", every(3, [0, 1, 4]))
@@ -117,3 +121,20 @@ def test_where_shards_overflow_after_many_steps_is_no_difference(function: Any) 
 def test_smaller_values_show_what_is_wrong_after_many_steps() -> None:
     report = verified(delta_rule_that_mixes_if_long, "b l^ k^, b l^ k^, b l^ v -> b l^ v")
     assert report.verdict is Verdict.REFUTED
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Pairs of a dim: the angles have half of its size."""
+    first, second = x[..., ::2], x[..., 1::2]
+    return torch.stack((first * cos - second * sin, first * sin + second * cos), -1).flatten(-2)
+
+
+@pytest.mark.long
+def test_sizes_that_depend_on_each_other_are_not_changed_alone() -> None:
+    def samples() -> tuple[Tensor, ...]:
+        return torch.randn(6, 8), torch.randn(6, 4), torch.randn(6, 4)
+
+    spec = OperatorSpec("rotated", "t d^, t e^, t e^ -> t d^", target=rotated, sample_inputs=samples)
+    report = verify_spec(spec, OpOptions())
+    assert report.verdict is Verdict.PROVED_BOUNDED
+    assert any("at sizes of our choice" in note for note in report.notes)

@@ -18,8 +18,10 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import TypeGuard
 
+from op_registry.spec import OperatorSpec
+
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import Choice, RunPartial, Split
+from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, Split
 from verify.programs.typing import Obligation
 
 
@@ -81,10 +83,15 @@ class Together:
 
 @dataclass(frozen=True, slots=True)
 class RunsWhole:
-    """Every rank runs all of it, on equal inputs, with equal gradients or with partial sums of gradients."""
+    """Every rank runs all of it, on equal inputs, with equal gradients or with partial sums of gradients.
+
+    `equal`: with equal gradients alone, for which a backward written by hand needs not be linear.
+    """
+
+    equal: bool = False
 
     def __str__(self) -> str:
-        return "runs whole"
+        return "runs whole, with equal gradients" if self.equal else "runs whole"
 
 
 Claim = Splits | Passes | Together | RunsWhole
@@ -101,9 +108,14 @@ def claims_of(obligation: Obligation) -> tuple[Claim, ...]:
     sliced = frozenset(_leader(signature, c.identifier) for c in choices if isinstance(c, Split) and c.prefix)
     pairs = (((a[0], b[0]), (a[1], b[1])) for a, b in _pairs(splits))
     found |= dict.fromkeys(Together(names, around, sliced.intersection(names)) for names, around in pairs)
-    if not splits and not any(isinstance(c, RunPartial) for c in choices):
-        found[RunsWhole()] = None
+    if not found:
+        found[RunsWhole(is_users(signature.spec))] = None
     return tuple(found)
+
+
+def is_users(spec: OperatorSpec | None) -> bool:
+    """Return whether an operator is a user's function, whose backward may be written by hand."""
+    return spec is not None and spec.target is not None
 
 
 def _is_uneven(choice: Choice) -> TypeGuard[Split]:
@@ -113,7 +125,9 @@ def _is_uneven(choice: Choice) -> TypeGuard[Split]:
 def _of_choice(signature: Signature, choice: Choice) -> Claim:
     if isinstance(choice, Split):
         return Splits(_leader(signature, choice.identifier), False, choice.circulating, choice.prefix)
-    return Passes(choice.slots) if isinstance(choice, RunPartial) else RunsWhole()
+    if isinstance(choice, RunPartial):
+        return Passes(choice.slots)
+    return RunsWhole(is_users(signature.spec) and isinstance(choice, RunInvariant))
 
 
 def _leader(signature: Signature, identifier: str) -> str:

@@ -64,7 +64,8 @@ def lemmas_at_sizes(
     known  what is known of its form
     """
     signature = obligation.signature
-    relied_on = [known[c] for c in (*claims_of(obligation), RunsWhole()) if c in known]
+    claims = (*claims_of(obligation), *(c for c in known if isinstance(c, RunsWhole)))
+    relied_on = [known[c] for c in dict.fromkeys(claims) if c in known]
     weaker = [e for e in relied_on if e.verdict.passes and e.verdict is not Verdict.PROVED_ALL_SIZES]
     splits, others = _choices_of(obligation)
     if small is None or not weaker or not (splits or others) or signature.bound is None:

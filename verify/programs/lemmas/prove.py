@@ -27,7 +27,7 @@ from verify.evidence.operator_trace import quiet
 from verify.operators.audit.side_effects import ASKS_RANKS, audit
 from verify.programs.lemmas import check_claims
 from verify.programs.lemmas.check_claims import ClaimedCall, Evidence, test
-from verify.programs.lemmas.claims_of_obligations import Claim, RunsWhole, claims_of, strided
+from verify.programs.lemmas.claims_of_obligations import Claim, RunsWhole, claims_of, is_users, strided
 from verify.programs.lemmas.operators_of_users import lemmas_at_sizes
 from verify.programs.lemmas.result import Lemma, LemmaResult, Memo
 from verify.programs.lemmas.small_call import Representative, represent
@@ -48,8 +48,9 @@ from verify.results.verdict import Condition, Verdict
 # step and logical coordinate; that a program asks them to is for the check of the program. An operator of torch
 # that can draw from torch's generator (attention, with dropout) is looked at as it is called. * A user's operator
 # may draw, count its calls, or change its inputs; and a backward written by hand may be anything (it may clip the
-# gradient that it is given). It is run, audited, and its backward traced: partial sums of cotangents have to become
-# partial sums of gradients by the rules of each operator in the trace.
+# gradient that it is given, or add one of its own). It is run, audited, and its backward traced: partial sums of
+# cotangents have to become partial sums of gradients by the rules of each operator in the trace. Under `RunInvariant`
+# it needs not be linear; then it is tested only.
 
 SECONDS = 10.0  # of processor time, for one trace
 
@@ -68,7 +69,7 @@ def by_construction(operator: str) -> Evidence | None:
     return None if torch.Tag.nondeterministic_seeded in tags else Evidence(Verdict.PROVED_ALL_SIZES)
 
 
-def look_at(subject: ClaimedCall) -> Evidence:
+def look_at(subject: ClaimedCall, claim: RunsWhole) -> Evidence:
     """Return the evidence for an operator of which nothing is known: audited, tested, and its backward followed."""
     small = subject.small
     spec = small.runner.spec
@@ -80,7 +81,7 @@ def look_at(subject: ClaimedCall) -> Evidence:
             return Evidence(Verdict.REFUTED, "", 1, hidden)
         if any(f.code == ASKS_RANKS for f in probed.findings):
             return Evidence(Verdict.INCONCLUSIVE, "it asks torch.distributed, and was run as the only rank")
-    tested = replace(test(subject, RunsWhole()), open=False)
+    tested = replace(test(subject, claim), open=False)
     if not tested.verdict.passes:
         return tested
     if spec.random:
@@ -164,7 +165,7 @@ def prove_obligations(
     for form in forms:
         known = found[id(form.small)] if form.small is not None else {}
         lemmas += [_lemma(form, claim, known) for claim in form.uses]
-        if _is_users(form.spec):
+        if is_users(form.spec):
             lemmas += (
                 lemma for o in form.obligations.values() for lemma in lemmas_at_sizes(o, form.small, known, seed)
             )
@@ -198,7 +199,7 @@ def _tested(subject: ClaimedCall, claim: Claim, deadline: float, seconds: float)
     if time.thread_time() > deadline:
         reason = f"the limit of {seconds:g} s of processor time was reached before it was tested"
         return Evidence(Verdict.INCONCLUSIVE, reason, open=True)
-    return look_at(subject) if isinstance(claim, RunsWhole) else check_claims.test(subject, claim)
+    return look_at(subject, claim) if isinstance(claim, RunsWhole) else check_claims.test(subject, claim)
 
 
 def _forms(obligations: Sequence[Obligation], seed: int) -> list[_CallForm]:
@@ -209,8 +210,8 @@ def _forms(obligations: Sequence[Obligation], seed: int) -> list[_CallForm]:
         signature = obligation.signature
         call, spec = signature.call, signature.spec
         claims = list(claims_of(obligation))
-        if _is_users(spec) or (spec is not None and spec.random):
-            claims.append(RunsWhole())  # a function of its inputs is what every claim is about
+        if spec is not None and (is_users(spec) or spec.random) and RunsWhole() not in claims:
+            claims.append(RunsWhole(is_users(spec)))  # a function of its inputs is what every claim is about
         for claim in dict.fromkeys(claims):
             constructed = isinstance(claim, RunsWhole) and _by_construction(obligation) is not None
             key = call.operator if constructed else repr((call, id(spec), signature.bound and signature.bound.text))
@@ -221,13 +222,9 @@ def _forms(obligations: Sequence[Obligation], seed: int) -> list[_CallForm]:
     return list(by_form.values())
 
 
-def _is_users(spec: OperatorSpec | None) -> bool:
-    return spec is not None and spec.target is not None
-
-
 def _by_construction(obligation: Obligation) -> Evidence | None:
     spec = obligation.signature.spec
-    if _is_users(spec) or (spec is not None and spec.random):
+    if is_users(spec) or (spec is not None and spec.random):
         return None
     return by_construction(obligation.signature.call.operator)
 

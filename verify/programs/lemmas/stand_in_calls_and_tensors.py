@@ -36,15 +36,17 @@ def with_tensors_for(call: Call, seed: int, counts: bool = False) -> Iterator[Co
     Whole numbers: labels, some of them ignored; below each size of the call, the largest first, since the first that
     does not reach beyond a table is the table's own; 0 and 1. One number alone is 2 or more where sizes allow it: a
     divisor of 0 or 1 tells nothing. `counts`, and a call without dims, in which nothing is an index: first of all,
-    every whole number is 2 or 3. Masks: of which two of five entries are true; of which one is, for an operator that
-    asks for an element for each.
+    every whole number is 2 or 3. Masks: of which two of five entries are true; of which one is, and as many as a size
+    of the call, for an operator that asks for an element, or a row, for each.
     """
     tensors = call.tensors()
     integers = [t for t in tensors if t.dtype.startswith(("int", "uint"))]
     if not integers:
         yield _filled(call, tensors, 2, None, seed)
         if any(t.dtype == "bool" and t.shape for t in tensors):
-            yield _filled(call, tensors, 2, None, seed, rare=True)
+            rows = sorted({size for t in tensors if t.dtype != "bool" for size in t.shape if size > 1})
+            for true in (1, *rows):
+                yield _filled(call, tensors, 2, None, seed, true=true)
         return
     sizes = sorted({size for t in tensors for size in t.shape if size > 1} | {1, 2}, reverse=True)
     labels = [
@@ -63,7 +65,7 @@ def _filled(
     below: int,
     ignored: int | None,
     seed: int,
-    rare: bool = False,
+    true: int = 0,
     low: int = 0,
 ) -> ConcreteCall:
     generator = torch.Generator().manual_seed(seed)
@@ -75,9 +77,8 @@ def _filled(
             return torch.complex(fill(argument.shape, "normal", generator), fill(argument.shape, "normal", generator))
         if argument.dtype == "bool" and not argument.shape:
             return torch.tensor(True)
-        if argument.dtype == "bool" and rare:
-            numbers = torch.arange(prod(argument.shape)).reshape(argument.shape)
-            return numbers == int(torch.randint(0, numbers.numel(), (), generator=generator))
+        if argument.dtype == "bool" and true:
+            return (torch.randperm(prod(argument.shape), generator=generator) < true).reshape(argument.shape)
         if argument.dtype == "bool":
             return fill_whole_numbers(argument.shape, 0, "integers", generator)
         least = low if argument.shape or below < COUNTS[1] else COUNTS[0]
