@@ -30,8 +30,8 @@ from nnscaler.planning.parse_axes import parse_axes, ranks_in
 from nnscaler.tracing import trace
 from nnscaler.transform.plan import SplitStep
 from verify.child_processes import Done, Note, Raised, TimedOut, run_forked
+from verify.programs.loaded_model_and_plan import PlanSubject, RunContext
 from verify.programs.request import Depth, PlanRequest
-from verify.programs.subject import PlanSubject, RunContext
 from verify.programs.verify_request import verify_request
 
 STEPS = ("", "built", "traced", "compiled", "proved", "verified")

@@ -28,7 +28,7 @@ import torch
 from nnscaler.compile import parallelize
 from nnscaler.runtime.communication.communicator import CommunicationError, ProgramError
 from nnscaler.runtime.communication.simulator import Simulator
-from nnscaler.runtime.program.load_python import load_role, load_user_module
+from nnscaler.runtime.program.import_role_and_user_files import load_role, load_user_module
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.executor_settings import ExecutorSettings
 from nnscaler.tracing.sample_inputs import SampleInputs, flatten_inputs

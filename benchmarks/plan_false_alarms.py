@@ -25,12 +25,12 @@ from nnscaler.compile import WantedPlan, compile_traced, parallelize
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.operation_annotations import signatures
 from nnscaler.ir.precision import FLOATS
-from nnscaler.runtime.program.load_python import load_user_module
+from nnscaler.runtime.program.import_role_and_user_files import load_user_module
 from nnscaler.tracing import trace
 from nnscaler.transform.plan import Plan
 from tests.random_plans import MESHES, PIPELINES, random_plan
+from verify.programs.loaded_model_and_plan import PlanSubject
 from verify.programs.request import PlanRequest
-from verify.programs.subject import PlanSubject
 from verify.programs.verify_request import verify_request
 from verify.self_test.programs.judge_mutant import read_statically
 from verify.self_test.programs.right_programs import EXAMPLES, MODELS, shorten

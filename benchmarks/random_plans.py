@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from nnscaler.runtime.program.load_python import load_user_module
+from nnscaler.runtime.program.import_role_and_user_files import load_user_module
 from tests.random_plans import (
     IN_PIECES,
     KINDS,

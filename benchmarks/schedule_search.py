@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable, Iterator
 
 from nnscaler.scheduling.registry import get_schedule
-from nnscaler.scheduling.search.bound import bound
-from nnscaler.scheduling.search.find import find_schedule
 from nnscaler.scheduling.search.found_schedule import FoundSchedule
 from nnscaler.scheduling.search.problem import ScheduleProblem, StagePlan, equal_stages, looped, pipeline_problem
+from nnscaler.scheduling.search.schedule_lower_bounds import bound
+from nnscaler.scheduling.search.search_schedule import find_schedule
 from nnscaler.scheduling.timeline import simulate
 from tests.nnscaler.scheduling.search.shapes import both_ways, folded, recycled, with_shared
 

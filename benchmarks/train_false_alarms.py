@@ -23,9 +23,9 @@ from torch import nn
 import nnscaler
 from nnscaler.errors import NnscalerError
 from verify.programs.execution.run_on_backend import Failure
+from verify.programs.loaded_model_and_plan import PlanSubject
 from verify.programs.prepare_verification import prepare
 from verify.programs.request import PlanRequest
-from verify.programs.subject import PlanSubject
 from verify.programs.training.comparison import compare
 from verify.programs.training.run import make_training, run_ranks
 from verify.programs.training.training_run_pair import Trained

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 import nnscaler
 from nnscaler.codegen.compiled_program import Program
 from nnscaler.runtime.communication.simulator import Simulator
-from nnscaler.runtime.program.load_python import load_user_module
+from nnscaler.runtime.program.import_role_and_user_files import load_user_module
 from nnscaler.tracing.float64_run import own_dtype
 from nnscaler.training.engine import Engine, EngineSettings
 from verify.programs.eager_reference import randomise_parameters, running_in

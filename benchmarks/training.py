@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import nnscaler
 from nnscaler.model_file import import_user_file
 from nnscaler.runtime.communication.simulator import Simulator
-from nnscaler.runtime.program.load_python import load_role
+from nnscaler.runtime.program.import_role_and_user_files import load_role
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.executor_settings import ExecutorSettings
 from nnscaler.training.engine import Engine

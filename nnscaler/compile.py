@@ -44,7 +44,7 @@ from nnscaler.scheduling.schedule import Schedule, ScheduleKind
 from nnscaler.scheduling.timeline import PassCosts, simulate, timeline_rows
 from nnscaler.tracing import Traced, trace
 from nnscaler.tracing.models_with_added_loss import LossFunction, origin_of_loss
-from nnscaler.tracing.modes import in_modes, modes_of
+from nnscaler.tracing.train_and_eval_modes import in_modes, modes_of
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.carry_plan_between_traces import carry
 from nnscaler.transform.complete_plan import largest_micro_batches

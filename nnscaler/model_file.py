@@ -219,8 +219,8 @@ def user_frame(error: BaseException, folder: Path | None = None) -> SourceLocati
 
 def import_user_file(path: Path) -> ModuleType:
     """Import the user's file. Raises NnscalerError `model_import_failed` with the user's own line."""
+    from nnscaler.runtime.program.import_role_and_user_files import load_user_module
     from nnscaler.runtime.program.imports_of_user_files import claim_surroundings
-    from nnscaler.runtime.program.load_python import load_user_module
 
     file = path.resolve()
     try:
@@ -279,7 +279,7 @@ def _function(module: ModuleType, path: Path, name: str) -> Callable[[], Any]:
 
 
 def _called(function: Callable[[], Any], path: Path, seed: int | None, what: str) -> Any:
-    from nnscaler.runtime.program.load_python import without_arguments
+    from nnscaler.runtime.program.import_role_and_user_files import without_arguments
 
     if seed is not None:
         seed_generators(seed)

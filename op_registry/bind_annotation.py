@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from op_registry.annotation.bind_sizes import BoundAnnotation, bind
-from op_registry.annotation.mismatch import Mismatch, misfit
+from op_registry.annotation.explain_mismatch import Mismatch, misfit
 from op_registry.annotation.syntax_tree import Annotation, Opaque, Operand
 from op_registry.annotation.well_formed import parse_checked
 from op_registry.call import AxisShard, Call, TensorArgument, instances_in

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from op_registry.annotation.parser import parse
 from op_registry.annotation.syntax_tree import Annotation
 from op_registry.errors import NnscalerError
+from op_registry.infer_torch_schema import SchemaError, infer_schema
 from op_registry.registry import Registry, default_registry, same_place
 from op_registry.source_location import SourceLocation, definition_of
 from op_registry.spec import AnnotationFunction, OperatorSpec, SchemaParameter
-from op_registry.torch_schema import SchemaError, infer_schema
 
 if TYPE_CHECKING:
     import torch

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from op_registry.call import AxisShard, Call
+from op_registry.infer_torch_schema import returns_alias
 from op_registry.source_location import SourceLocation
-from op_registry.torch_schema import returns_alias
 
 AnnotationResult = str | tuple[str, Mapping[str, int]]  # the text, and sizes that shapes alone do not determine
 AnnotationFunction = Callable[[Call], AnnotationResult]

@@ -18,7 +18,7 @@ from nnscaler.ir.operation_annotations import signatures
 from nnscaler.records_as_json import encode
 from nnscaler.runtime.communication.communicator import CommunicationCall, Communicator
 from nnscaler.runtime.communication.simulator import Simulator
-from nnscaler.runtime.program.load_python import load_role
+from nnscaler.runtime.program.import_role_and_user_files import load_role
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.executor_settings import ExecutorSettings
 from nnscaler.scheduling.registry import schedule_of

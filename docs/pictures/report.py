@@ -18,8 +18,8 @@ from torch import Tensor, nn
 import nnscaler
 from docs.pictures.svg import Picture
 from verify import Report
+from verify.programs.loaded_model_and_plan import PlanSubject
 from verify.programs.request import PlanRequest
-from verify.programs.subject import PlanSubject
 from verify.programs.verify_request import verify_request
 from verify.report_formats import FORMATS
 from verify.report_formats.html.page_elements import escape

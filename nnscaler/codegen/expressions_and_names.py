@@ -16,9 +16,9 @@ import torch
 from torch._library.custom_ops import OPDEFS
 
 from op_registry.call import AxisArgument, Call, DType, TensorArgument
+from op_registry.infer_torch_schema import is_factory, schema_of
 from op_registry.rank_expression import Coefficient, Expression
 from op_registry.registry import default_registry
-from op_registry.torch_schema import is_factory, schema_of
 
 from nnscaler.ir.conversion_table_and_paths import ConversionStep
 from nnscaler.layout import Axis, Invariant, Layout, Partial, Prefix, Replicated, Sharded, local_outer

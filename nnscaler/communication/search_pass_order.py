@@ -23,10 +23,10 @@ from nnscaler.ir.operation_annotations import Signature
 from nnscaler.planning.sharding.parameter_and_activation_memory import OPTIMIZER_BYTES
 from nnscaler.scheduling.registry import get_schedule
 from nnscaler.scheduling.schedule import Schedule
-from nnscaler.scheduling.search.bound import SLACK
-from nnscaler.scheduling.search.find import find_schedule
 from nnscaler.scheduling.search.found_schedule import ScheduleCertificate
 from nnscaler.scheduling.search.problem import StagePlan, pipeline_problem
+from nnscaler.scheduling.search.schedule_lower_bounds import SLACK
+from nnscaler.scheduling.search.search_schedule import find_schedule
 from nnscaler.scheduling.timeline import PassCosts
 from nnscaler.transform.plan import Plan, slices_text
 

@@ -195,7 +195,7 @@ def _collectives(
     start = time.perf_counter()
     sizes = sorted({size for _, size, _, _ in calls})
     groups = [tuple(range(first, first + n)) for n in sizes for first in range(0, ranks, n)]
-    target = "nnscaler.runtime.jobs.measured_on_ranks:time_collectives"
+    target = "nnscaler.runtime.jobs.measure_on_ranks:time_collectives"
     job = JobSpecification(target, ranks, {"calls": calls, "seconds": within}, groups=tuple(groups))
     outcome = launch(job, timeout=_LIMIT, server=server)
     if not outcome.ok:

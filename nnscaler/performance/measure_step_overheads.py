@@ -201,7 +201,7 @@ def time_steps(
         "seconds": _SECONDS,
         "within": within - (time.perf_counter() - start),
     }
-    job = JobSpecification("nnscaler.runtime.jobs.measured_on_ranks:time_crowded", ranks, arguments)
+    job = JobSpecification("nnscaler.runtime.jobs.measure_on_ranks:time_crowded", ranks, arguments)
     outcome = launch(job, timeout=_LIMIT, server=workplace.server)
     if not outcome.ok:
         listener.warning(f"steps were not measured: {outcome.describe()}")

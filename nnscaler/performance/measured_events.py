@@ -36,7 +36,7 @@ def run_recorded(program: Program) -> Records:
         path = program.save(Path(folder) / "program")
         stages = read_program(path).stages()
         job = JobSpecification(
-            "nnscaler.runtime.jobs.measured_on_ranks:record_step",
+            "nnscaler.runtime.jobs.measure_on_ranks:record_step",
             program.manifest.ranks,
             {"program": str(path)},
             groups=tuple(groups_of(stages)),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from nnscaler.communication.communicated_graph import CommunicatedGraph
 from nnscaler.instructions import Kind
-from nnscaler.performance.pass_work_and_calls import Piece, PieceCall, Pieces
+from nnscaler.performance.ordered_work_of_a_pass import Piece, PieceCall, Pieces
 from nnscaler.performance.predict_step_time import Prediction
 from nnscaler.performance.timeline_events import RECEIVED, SENT, VERSION, DeviceRanks, Event, Ranks, StepEvents
 

@@ -15,7 +15,7 @@ from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, Split
 from nnscaler.layout import Sharded
 from nnscaler.planning.beam_search_axis_choices import cheapest_choices
 from nnscaler.planning.constraints.interlaced import interlaced_stages, of_layers, shared_ends
-from nnscaler.planning.constraints.kinds import SharedEnds
+from nnscaler.planning.constraints.size_and_choice_constraints import SharedEnds
 from nnscaler.planning.context_and_expert_parallel import batch_axes, context_parallel, expert_steps
 from nnscaler.planning.parse_axes import BALANCED, OWNED
 from nnscaler.planning.stages_of_recycling_models import partition_runs, runs_of

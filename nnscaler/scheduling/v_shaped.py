@@ -52,10 +52,10 @@ def zb_v(devices: int, chunks: int, micro_batches: int) -> Schedule:
 def _filled(places: tuple[tuple[int, ...], ...], micro_batches: int) -> tuple[tuple[Instruction, ...], ...]:
     """Return the orders that rules find for equal passes, in the memory of ZB-V."""
     # the search is a large import, for a command that lists names
-    from nnscaler.scheduling.search.bound import bound_of
     from nnscaler.scheduling.search.job_shop_graph import orders_of, shop_of
     from nnscaler.scheduling.search.list_scheduling import Portfolio
     from nnscaler.scheduling.search.problem import equal_stages, pipeline_problem
+    from nnscaler.scheduling.search.schedule_lower_bounds import bound_of
 
     shop = shop_of(pipeline_problem(equal_stages(places), micro_batches, float(len(places)), split=True))
     found = Portfolio(shop)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from op_registry.torch_schema import may_draw
+from op_registry.infer_torch_schema import may_draw
 
 from nnscaler.ir.graph import Graph, LogicalTensor, Operation
 from nnscaler.tracing.graph_builder import LEAF_ROLES, RawGraph, written_inputs

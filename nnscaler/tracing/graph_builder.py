@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from op_registry.call import DType, dtype_name, map_instances, map_leaves
-from op_registry.torch_schema import schema_of
+from op_registry.infer_torch_schema import schema_of
 
 from nnscaler.ir.graph import Graph, LogicalTensor, Operation, Region, Slot
 

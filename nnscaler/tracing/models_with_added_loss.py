@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.output_structure import describe
-from nnscaler.runtime.program.load_python import load_user_module
+from nnscaler.runtime.program.import_role_and_user_files import load_user_module
 from nnscaler.runtime.stage_base_class import INPUT_GRADIENT
 from nnscaler.tracing.export.loss_module import WithOutputs, is_meta, loss_of
 from nnscaler.tracing.sample_inputs import SampleInputs

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from op_registry.call import DType, map_leaves
+from op_registry.infer_torch_schema import is_factory, schema_of
 from op_registry.registry import default_registry, facts_of
-from op_registry.torch_schema import is_factory, schema_of
 
 from nnscaler.ir.graph import Graph, Operation, Slot
 from nnscaler.runtime import ops

@@ -33,7 +33,7 @@ from nnscaler.tracing.export.mutated_attributes_and_draws import told_of_attribu
 from nnscaler.tracing.float64_run import device_of
 from nnscaler.tracing.models_with_added_loss import LossFunction, with_loss
 from nnscaler.tracing.passes import run_passes
-from nnscaler.tracing.repeated_layers.expand import Stitched, export_graph
+from nnscaler.tracing.repeated_layers.expand_equal_layers import Stitched, export_graph
 from nnscaler.tracing.sample_inputs import SampleInputs, flatten_inputs
 
 

@@ -14,7 +14,7 @@ from nnscaler.layout import Partial, Sharded
 from nnscaler.manifest import MANIFEST
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.keep_freed_memory import keep_freed_memory
-from nnscaler.runtime.program.load_python import letting_go, load_role
+from nnscaler.runtime.program.import_role_and_user_files import letting_go, load_role
 from nnscaler.runtime.program.program_directory import rank_with_loss
 from nnscaler.runtime.shards import shard
 from nnscaler.runtime.stage_base_class import INPUT_GRADIENT, Buffer, Parameter, Stage

@@ -23,8 +23,8 @@ from nnscaler.errors import NnscalerError
 from nnscaler.manifest import Manifest
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.training.cut_batch import DataPart
-from nnscaler.tracing.modes import modes_of
 from nnscaler.tracing.sample_inputs import BatchConstants
+from nnscaler.tracing.train_and_eval_modes import modes_of
 from nnscaler.training.check_replicas import row_checksum
 from nnscaler.training.user_loop.tell_unfollowed_module_changes import ModuleWatch
 

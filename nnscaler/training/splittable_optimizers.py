@@ -30,7 +30,7 @@ from nnscaler.training.functional_optimizer import (
     optimizer_name,
     refusal,
 )
-from nnscaler.training.sharded_update_trials import UpdateTrial, further_trials
+from nnscaler.training.optimizer_cut_trials import UpdateTrial, further_trials
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from functools import lru_cache
 from math import prod
 from typing import Any
 
-from op_registry.annotation.mismatch import Mismatch, misfit
+from op_registry.annotation.explain_mismatch import Mismatch, misfit
 from op_registry.annotation.syntax_tree import (
     Annotation,
     Concat,

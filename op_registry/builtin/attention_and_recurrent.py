@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 
-from op_registry.builtin._dims import (
+from op_registry.builtin._name_and_broadcast_dims import (
     Dims,
     aligned,
     all_frozen,

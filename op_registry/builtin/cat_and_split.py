@@ -9,7 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import gcd
 
-from op_registry.builtin._dims import Dims, annotate, letters, linear_in, linear_in_all, local, parts, tensor, whole
+from op_registry.builtin._name_and_broadcast_dims import (
+    Dims,
+    annotate,
+    letters,
+    linear_in,
+    linear_in_all,
+    local,
+    parts,
+    tensor,
+    whole,
+)
 from op_registry.call import Call, TensorArgument
 from op_registry.spec import AnnotationResult, OperatorSpec, Shards
 

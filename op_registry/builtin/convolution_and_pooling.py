@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from op_registry.builtin._dims import (
+from op_registry.builtin._name_and_broadcast_dims import (
     Dims,
     annotate,
     letters,

@@ -6,7 +6,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from op_registry.builtin._dims import all_frozen, annotate, broadcast, letters, linear_in, linear_in_all, marked, tensor
+from op_registry.builtin._name_and_broadcast_dims import (
+    all_frozen,
+    annotate,
+    broadcast,
+    letters,
+    linear_in,
+    linear_in_all,
+    marked,
+    tensor,
+)
 from op_registry.call import Call
 from op_registry.spec import LinearSets, OperatorSpec
 

@@ -5,7 +5,16 @@ A rank with a block of the vocabulary looks up the ids of its block, and gives z
 
 from __future__ import annotations
 
-from op_registry.builtin._dims import all_frozen, annotate, letters, linear_in, marked, output_shape, tensor, whole
+from op_registry.builtin._name_and_broadcast_dims import (
+    all_frozen,
+    annotate,
+    letters,
+    linear_in,
+    marked,
+    output_shape,
+    tensor,
+    whole,
+)
 from op_registry.call import Call, TensorArgument
 from op_registry.rank_expression import Expression, block_start, local_size
 from op_registry.spec import LinearSets, OperatorSpec, Shards

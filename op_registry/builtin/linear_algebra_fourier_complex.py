@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from op_registry.builtin._dims import (
+from op_registry.builtin._name_and_broadcast_dims import (
     Dims,
     aligned,
     all_frozen,

@@ -10,7 +10,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from op_registry.builtin._dims import Dims, all_frozen, annotate, broadcast, broadcast_shape, linear_in, marked, tensor
+from op_registry.builtin._name_and_broadcast_dims import (
+    Dims,
+    all_frozen,
+    annotate,
+    broadcast,
+    broadcast_shape,
+    linear_in,
+    marked,
+    tensor,
+)
 from op_registry.call import Call, TensorArgument
 from op_registry.rank_expression import block_start
 from op_registry.spec import LinearSets, OperatorSpec, Shards

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import prod
 
-from op_registry.builtin._dims import annotate, letters, linear_in, local, tensor, whole
+from op_registry.builtin._name_and_broadcast_dims import annotate, letters, linear_in, local, tensor, whole
 from op_registry.call import Call, TensorArgument
 from op_registry.spec import AnnotationResult, LinearSets, OperatorSpec, Shards
 

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from types import MappingProxyType
 from typing import Literal
 
-from op_registry.builtin._dims import annotate, letters
+from op_registry.builtin._name_and_broadcast_dims import annotate, letters
 from op_registry.call import Call
 
 Cut = Literal["elementwise", "whole"]  # may be cut along every dim; along none

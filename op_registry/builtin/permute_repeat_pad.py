@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from op_registry.builtin._dims import (
+from op_registry.builtin._name_and_broadcast_dims import (
     Dims,
     annotate,
     letters,

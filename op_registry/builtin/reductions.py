@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import inf, prod
 
-from op_registry.builtin._dims import (
+from op_registry.builtin._name_and_broadcast_dims import (
     aligned,
     annotate,
     letters,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import prod
 
-from op_registry.builtin._dims import annotate, letters, linear_in, output_shape, tensor
+from op_registry.builtin._name_and_broadcast_dims import annotate, letters, linear_in, output_shape, tensor
 from op_registry.builtin.convolution_and_pooling import frozen_positions, per_dim
 from op_registry.call import Call
 from op_registry.rank_expression import local_size

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from operator import mul
 
-from op_registry.builtin._dims import (
+from op_registry.builtin._name_and_broadcast_dims import (
     Dims,
     aligned,
     annotate,

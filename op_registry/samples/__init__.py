@@ -6,10 +6,10 @@ from functools import cache
 
 from op_registry.samples import (
     convolution_pooling_resizing,
+    factories_views_indexing_sorting,
     linear_recurrent_spectral,
     pointwise_reductions,
     products_norms_losses,
-    tensors,
 )
 from op_registry.samples.sample import Sample, replace_tensors
 
@@ -17,15 +17,15 @@ __all__ = ["SAMPLES", "Sample", "replace_tensors", "samples_of"]
 
 SAMPLES: tuple[Sample, ...] = (
     *pointwise_reductions.POINTWISE,
-    *tensors.VIEWS_JOINS,
+    *factories_views_indexing_sorting.VIEWS_JOINS,
     *products_norms_losses.PRODUCTS_NORMS_ATTENTION,
-    *tensors.INDEXING,
-    *tensors.FACTORIES,
+    *factories_views_indexing_sorting.INDEXING,
+    *factories_views_indexing_sorting.FACTORIES,
     *products_norms_losses.LOSSES,
     *convolution_pooling_resizing.CONVOLUTION_POOLING_RESIZING,
     *linear_recurrent_spectral.LINEAR_ALGEBRA,
     *pointwise_reductions.REDUCTIONS,
-    *tensors.WINDOWS,
+    *factories_views_indexing_sorting.WINDOWS,
     *linear_recurrent_spectral.RECURRENT_SPECTRAL,
 )
 

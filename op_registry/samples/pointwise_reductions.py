@@ -1,4 +1,4 @@
-"""Samples: element-wise operators, casts, and functions of `torch.special`."""
+"""Samples: element-wise operators, casts, functions of `torch.special`, and reductions."""
 
 from __future__ import annotations
 

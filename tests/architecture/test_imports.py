@@ -39,7 +39,7 @@ LATE = {
     ("nnscaler.model_file", "nnscaler.runtime*"): "a file that is there is found without torch",
     ("op_registry.register", "op_registry.torch_operators_of_user_functions"): "annotations are read without torch",
     ("op_registry.registry", "op_registry.builtin*"): "the front door of the registry is open before its operators are",
-    ("verify.programs.subject", "nnscaler.*"): "a record of what is to be verified is made without torch",
+    ("verify.programs.loaded_model_and_plan", "nnscaler.*"): "a record of what is to be verified is made without torch",
     ("verify.programs.verify_request", "verify.*"): "a request that cannot be verified is refused without torch",
     ("verify.external.verify_request", "verify.*"): "the same",
     ("verify.evidence.inputs.import_user_code", "nnscaler.runtime*"): "targets are read without torch",

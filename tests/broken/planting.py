@@ -15,8 +15,8 @@ from nnscaler.compile import PlanSource
 from nnscaler.runtime.jobs.launcher import ForkServer
 from tests.graph_text import parse_graph
 from verify import Finding, Report
+from verify.programs.loaded_model_and_plan import PlanSubject, RunContext
 from verify.programs.request import PlanRequest
-from verify.programs.subject import PlanSubject, RunContext
 from verify.programs.typing import StaticResult, check_program
 from verify.programs.verify_request import verify_request
 from verify.results.finding_codes import CODES

@@ -13,7 +13,7 @@ import torch
 
 from nnscaler.cli.main import main
 from nnscaler.compile import WantedPlan, compile_traced, parallelize
-from nnscaler.runtime.program.load_python import load_user_module
+from nnscaler.runtime.program.import_role_and_user_files import load_user_module
 from nnscaler.tracing import trace
 
 

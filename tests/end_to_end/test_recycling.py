@@ -18,7 +18,7 @@ import verify
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.simulator import Simulator
-from nnscaler.runtime.program.load_python import load_role
+from nnscaler.runtime.program.import_role_and_user_files import load_role
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.messages import Mail
 from nnscaler.tracing import trace

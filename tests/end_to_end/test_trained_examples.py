@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import nnscaler
-from nnscaler.runtime.program.load_python import load_user_module
+from nnscaler.runtime.program.import_role_and_user_files import load_user_module
 from nnscaler.training.engine import Engine
 from tests.nnscaler.training.test_engine import on_ranks
 from tests.sampling import only

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nnscaler.ir.conversion_table_and_paths import ROWS
-from nnscaler.runtime.program.load_python import load_user_module
+from nnscaler.runtime.program.import_role_and_user_files import load_user_module
 from tests.random_plans import (
     IN_PIECES,
     MESHES,

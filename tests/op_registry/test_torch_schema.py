@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from op_registry.annotation.parser import parse
-from op_registry.torch_schema import SchemaError, infer_schema
+from op_registry.infer_torch_schema import SchemaError, infer_schema
 
 
 def untyped(x, w): ...

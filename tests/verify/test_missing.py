@@ -17,7 +17,7 @@ from nnscaler.cli.output.console import Console
 from nnscaler.compile import parallelize
 from nnscaler.model_file import load_model_file
 from nnscaler.transform.plan import SplitStep
-from verify.operators.unannotated.report import missing_lines
+from verify.operators.unannotated.report_missing_operators import missing_lines
 
 RARE = "special_i1e"
 MODEL = """\

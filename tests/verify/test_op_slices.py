@@ -21,8 +21,8 @@ from verify.evidence.oracle.case_runner import OperatorRunner
 from verify.evidence.oracle.check_by_cases import check_target
 from verify.evidence.oracle.enumerate_cases import Enumerator, bases
 from verify.evidence.verify_op_options import OpOptions
+from verify.operators.report_on_operator import verify_spec
 from verify.operators.run.reproduce_token import Token, decode, encode
-from verify.operators.verify_spec import verify_spec
 from verify.results.report import Report, environment
 from verify.results.verdict import Verdict
 

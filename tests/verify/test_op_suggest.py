@@ -17,10 +17,10 @@ from tests.sampling import every
 from verify.evidence.inputs.concrete_call import make_call
 from verify.evidence.inputs.find_operator import find_operator, record_of
 from verify.evidence.oracle.size_checked_kernels import checked_kernels
-from verify.operators.suggest import infer
+from verify.operators.suggest import infer_widest_annotation
 from verify.operators.suggest.call_template import Question, make_question
 from verify.operators.suggest.coupled_sizes import find_groups
-from verify.operators.suggest.infer import infer_annotation, resize, suggest_annotation
+from verify.operators.suggest.infer_widest_annotation import infer_annotation, resize, suggest_annotation
 from verify.operators.suggest.layout_truth_table import Fact, truth_table
 from verify.operators.suggest.repair_annotation import repair, widen
 from verify.operators.suggest.sharded_run import read_state
@@ -183,7 +183,7 @@ def test_without_sample_inputs_there_is_nothing_to_call() -> None:
 
 def test_what_fails_its_test_is_not_suggested(monkeypatch: pytest.MonkeyPatch) -> None:
     tested: list[str] = []
-    real = infer.report_on
+    real = infer_widest_annotation.report_on
 
     def refuting(spec: Any, options: Any = None) -> Report:
         tested.append(spec.annotation)
@@ -191,7 +191,7 @@ def test_what_fails_its_test_is_not_suggested(monkeypatch: pytest.MonkeyPatch) -
         checks = tuple(replace(c, verdict=Verdict.REFUTED, refuted=1) for c in report.checks)
         return replace(report, checks=checks)
 
-    monkeypatch.setattr(infer, "report_on", refuting)
+    monkeypatch.setattr(infer_widest_annotation, "report_on", refuting)
     spec = record_of(linear)
     assert spec is not None
     assert infer_annotation(spec, make_call(spec.name, (_real(4, 6), _real(8, 6), _real(8)), {})) == []

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import nnscaler
-from nnscaler.runtime.program.load_python import load_user_module
+from nnscaler.runtime.program.import_role_and_user_files import load_user_module
 from verify import Report, verify_plan
 
 MODEL = """

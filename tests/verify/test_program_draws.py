@@ -21,7 +21,7 @@ from nnscaler.tracing import trace
 from nnscaler.tracing.float64_run import exact, run_backward, with_draws
 from nnscaler.tracing.sample_inputs import flatten_inputs
 from verify.programs.eager_reference import record_draws
-from verify.programs.program_draws import Called, Draw, ProgramDraws, UnmatchedDraws, draws_of, match_draws
+from verify.programs.eager_with_program_draws import Called, Draw, ProgramDraws, UnmatchedDraws, draws_of, match_draws
 
 X = torch.randn(4, 3, 6, generator=torch.Generator().manual_seed(0))
 

@@ -15,7 +15,7 @@ import torch
 from nnscaler.cli.main import main
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.communication.communicator import ProgramError
-from nnscaler.runtime.program.load_python import load_user_module
+from nnscaler.runtime.program.import_role_and_user_files import load_user_module
 from nnscaler.runtime.program.user_operators import locate
 from verify import Report, verify_plan
 

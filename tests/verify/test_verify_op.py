@@ -17,7 +17,7 @@ import verify
 from nnscaler.errors import NnscalerError
 from tests.sampling import every
 from verify import Verdict
-from verify.operators.verify_spec import verify_spec
+from verify.operators.report_on_operator import verify_spec
 from verify.results.finding_codes import CODES
 
 

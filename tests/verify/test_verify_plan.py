@@ -15,8 +15,8 @@ import verify
 from nnscaler.errors import NnscalerError
 from tests.sampling import every, only
 from verify import Report, Verdict
+from verify.programs.loaded_model_and_plan import PlanSubject
 from verify.programs.request import PlanRequest
-from verify.programs.subject import PlanSubject
 from verify.programs.verify_request import verify_request
 from verify.results.finding_codes import CODES
 

@@ -16,13 +16,18 @@ from nnscaler.errors import NnscalerError
 from nnscaler.runtime.tensor_values import FLOAT64_BOUND, difference
 from verify.external.comparison.compare import compare
 from verify.external.comparison.comparison_records import ComparisonResult, ProgramRun
-from verify.external.comparison.findings import findings
-from verify.external.comparison.localise import FirstDifference, first_differences, traced_model, traced_rank
+from verify.external.comparison.findings_from_differences import findings
+from verify.external.comparison.first_module_that_differs import (
+    FirstDifference,
+    first_differences,
+    traced_model,
+    traced_rank,
+)
 from verify.external.comparison.reference_in_parts_and_noise import measure, micro_means
-from verify.external.comparison.repair import Repair, repair_of
 from verify.external.comparison.replicas_under_dropout import NAME as COPIES
 from verify.external.comparison.replicas_under_dropout import draws, draws_beside_dropout, unequal, unequal_losses
 from verify.external.comparison.replicas_under_dropout import finding as of_dropout
+from verify.external.comparison.try_repairs import Repair, repair_of
 from verify.external.observe_rank_run import RankRecord, observe
 from verify.external.program import ExternalProgram
 from verify.external.ranks.run import RankRun, RanksFailed, run_ranks

@@ -19,7 +19,7 @@ from nnscaler.tracing.export.module_copies import copied_with_hooks
 from verify.external.check_saving import check_saving
 from verify.external.communication_and_memory_profile import communication_profile, memory, notes_of
 from verify.external.comparison.comparison_records import ComparisonResult
-from verify.external.comparison.findings import findings
+from verify.external.comparison.findings_from_differences import findings
 from verify.external.comparison.reference_in_parts_and_noise import rounded
 from verify.external.differential_run import ExternalCase, ExternalSettings
 from verify.external.observe_rank_run import RankRecord, note_on_hooks

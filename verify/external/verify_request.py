@@ -24,7 +24,7 @@ from verify.external.request import (
     make_token,
     words_of_script,
 )
-from verify.programs.subject import RunContext
+from verify.programs.loaded_model_and_plan import RunContext
 from verify.results.finding import Finding
 from verify.results.report import Check, Report, environment
 from verify.results.tokens import reproduce_line

@@ -28,7 +28,7 @@ from verify.operators.run.cache import Cache
 from verify.operators.run.job import address_of, make_job
 from verify.operators.run.targets import registered_by
 from verify.operators.run.verify_many import PoolSettings, run_many
-from verify.programs.subject import RunContext, load_subject
+from verify.programs.loaded_model_and_plan import RunContext, load_subject
 from verify.programs.verify_request import verify_request
 from verify.results.report import Report
 from verify.results.typed_attachments import Attachments

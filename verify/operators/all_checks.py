@@ -24,7 +24,7 @@ from verify.evidence.oracle.check_by_cases import TargetOutcome, as_check, check
 from verify.evidence.oracle.check_gradient_subsets import check_subsets
 from verify.evidence.oracle.enumerate_cases import Base, Enumerator, bases, by_identifier, leaders_of, why_unused
 from verify.evidence.oracle.find_runnable_inputs import Unusable
-from verify.evidence.oracle.findings import (
+from verify.evidence.oracle.findings_from_counter_examples import (
     does_not_fit,
     not_tested,
     refuted_by_proof,

@@ -32,8 +32,8 @@ from nnscaler.tracing.float64_run import (
     without_dropout,
 )
 from nnscaler.tracing.sample_inputs import SampleInputs
+from verify.programs.eager_with_program_draws import Draw, ProgramDraws, UnmatchedDraws
 from verify.programs.module_state import Kind, every_parameter, state_of
-from verify.programs.program_draws import Draw, ProgramDraws, UnmatchedDraws
 from verify.results.finding import Finding
 from verify.results.tolerance import Key, Tolerance
 

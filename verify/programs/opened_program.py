@@ -114,7 +114,7 @@ class OpenedProgram:
 
     def roles(self) -> list[ModuleType]:
         """Load the module of every role. Raises what its text raises."""
-        from nnscaler.runtime.program.load_python import load_role
+        from nnscaler.runtime.program.import_role_and_user_files import load_role
 
         return [load_role(self.path / file) for file in self.role_files]
 

@@ -24,10 +24,10 @@ from nnscaler.tracing.export.module_copies import copied
 from nnscaler.tracing.sample_inputs import SampleInputs, flatten_inputs
 from nnscaler.transform.plan import Plan
 from verify.programs.eager_reference import randomise_parameters, record_draws
+from verify.programs.eager_with_program_draws import Draw, UnmatchedDraws, draws_of, match_draws
+from verify.programs.loaded_model_and_plan import PlanSubject, RunContext
 from verify.programs.opened_program import OpenedProgram, open_program
-from verify.programs.program_draws import Draw, UnmatchedDraws, draws_of, match_draws
 from verify.programs.request import PlanRequest
-from verify.programs.subject import PlanSubject, RunContext
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nnscaler.codegen.compiled_program import Program
 from nnscaler.errors import NnscalerError
-from verify.programs.typing.check import check_program
+from verify.programs.typing.check_text_computes_graph import check_program
 
 UNREAD = "program_unreadable"
 

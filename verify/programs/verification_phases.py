@@ -23,7 +23,7 @@ from pathlib import Path
 
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.communication.communicator import ProgramError
-from nnscaler.runtime.program.load_python import load_role
+from nnscaler.runtime.program.import_role_and_user_files import load_role
 from nnscaler.runtime.training.saving.checkpoint import load_checkpoint
 from nnscaler.transform.plan import Plan
 from verify.programs.assemble_report import keep_program, make_report
@@ -39,19 +39,19 @@ from verify.programs.eager_reference import (
     not_finite,
     run_reference,
 )
+from verify.programs.eager_with_program_draws import UnmatchedDraws
 from verify.programs.execution.record_rank_steps import Task
 from verify.programs.execution.run_on_backend import Failure, run_program
 from verify.programs.lemmas.operators_of_users import check_operators_alone
+from verify.programs.loaded_model_and_plan import PlanSubject, RunContext
 from verify.programs.localise import localise_apart
 from verify.programs.low_precision import NoiseRow, low_precision_outcomes
 from verify.programs.minimise_plan import PlanTrial, minimise
 from verify.programs.prepare_verification import Prepared, prepare
-from verify.programs.program_draws import UnmatchedDraws
 from verify.programs.proof import Proof, ProofOptions, combine, prove_program
 from verify.programs.request import PlanRequest, check_values
 from verify.programs.rerun_with_other_scale_or_labels import Beside, failed, make_comparison, make_task, plan_trials
 from verify.programs.source_map import SourceMap
-from verify.programs.subject import PlanSubject, RunContext
 from verify.programs.training.compare_delayed_sgd import check_stream, is_stream
 from verify.programs.training.run import check_training
 from verify.programs.typing.program_files.check_manifest import Stored, check_batch, check_state

@@ -17,9 +17,9 @@ from op_registry.call import dtype_name
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.precision import FLOATS
 from nnscaler.tracing.models_with_added_loss import LossFunction, recorded_loss, with_loss
+from verify.programs.loaded_model_and_plan import PlanSubject
 from verify.programs.opened_program import open_program
 from verify.programs.request import Depth, Level, PlanRequest
-from verify.programs.subject import PlanSubject
 from verify.programs.verify_request import verify_request
 from verify.results.report import Report
 

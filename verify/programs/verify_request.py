@@ -15,9 +15,9 @@ from nnscaler.atomic_writes import check_temporary
 from nnscaler.errors import NnscalerError
 from nnscaler.model_file import check_targets
 from nnscaler.plan_source import check_plan, ranks_asked, search_given
+from verify.programs.loaded_model_and_plan import PlanSubject, RunContext, load_subject
 from verify.programs.opened_program import open_program
 from verify.programs.request import PROCESS_LIMIT, PlanRequest
-from verify.programs.subject import PlanSubject, RunContext, load_subject
 
 if TYPE_CHECKING:
     from verify.results.report import Report

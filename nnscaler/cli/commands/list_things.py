@@ -15,7 +15,7 @@ from nnscaler.model_file import check_targets, load_model_file
 
 if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console
-    from verify.operators.unannotated.report import MissingReport
+    from verify.operators.unannotated.report_missing_operators import MissingReport
 
 
 def missing_of(
@@ -24,7 +24,7 @@ def missing_of(
     """Report on `model.py` or `model.py::factory`. Raises NnscalerError as loading and tracing do."""
     check_targets(target, loss_fn)
     from nnscaler.tracing import trace
-    from verify.operators.unannotated.report import report_missing
+    from verify.operators.unannotated.report_missing_operators import report_missing
 
     model = load_model_file(target, seed, loss_fn)
     console.progress(f"load         {model.name}")
@@ -118,7 +118,7 @@ def _missing(options: argparse.Namespace, console: Console) -> int:
     if options.json:
         console.result(json.dumps(report.as_dict(), indent=1))
     else:
-        from verify.operators.unannotated.report import missing_lines
+        from verify.operators.unannotated.report_missing_operators import missing_lines
 
         console.lines(missing_lines(report))
     return ExitCode.REFUTED if report.rows else ExitCode.VERIFIED

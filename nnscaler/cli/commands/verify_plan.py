@@ -25,8 +25,8 @@ from nnscaler.records_as_json import encode
 
 if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console
+    from verify.programs.loaded_model_and_plan import RunContext
     from verify.programs.request import PlanRequest
-    from verify.programs.subject import RunContext
     from verify.results.report import Report
 
 TIMEOUT_HELP = (
@@ -177,7 +177,7 @@ def verify(request: PlanRequest, console: Console, *, cached: bool = True) -> Re
 
 def run_context(console: Console) -> RunContext:
     """Return the context of a run of this command line that tells the console how it goes."""
-    from verify.programs.subject import RunContext
+    from verify.programs.loaded_model_and_plan import RunContext
 
     return RunContext(console.phase, console.detail, console.progress, ("nnscaler", *sys.argv[1:]))
 

@@ -12,7 +12,7 @@ from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice, Split
 from nnscaler.layout import Sharded, State
-from nnscaler.planning.constraints.kinds import Constraint
+from nnscaler.planning.constraints.size_and_choice_constraints import Constraint
 from nnscaler.transform.complete_plan import batch_of, batch_states
 from nnscaler.transform.plan import DP
 from nnscaler.transform.propagate_choices import reach

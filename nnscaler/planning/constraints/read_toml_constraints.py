@@ -26,7 +26,8 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation_annotations import Signature, signatures
 from nnscaler.planning.constraints.interlaced import interlaced
-from nnscaler.planning.constraints.kinds import (
+from nnscaler.planning.constraints.megatron import megatron, sequence_parallel
+from nnscaler.planning.constraints.size_and_choice_constraints import (
     Constraint,
     all_of,
     data_parallel,
@@ -40,7 +41,6 @@ from nnscaler.planning.constraints.kinds import (
     tensor_parallel,
     together,
 )
-from nnscaler.planning.constraints.megatron import megatron, sequence_parallel
 from nnscaler.planning.sharding.zero_stages import PLACEMENTS
 from nnscaler.scheduling.registry import check_schedule, get_schedule
 from nnscaler.transform.plan import CP, DP, EP, PP, TP

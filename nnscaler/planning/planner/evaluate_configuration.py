@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from nnscaler.planning.constraints.kinds import Constraint
+from nnscaler.planning.constraints.size_and_choice_constraints import Constraint
 from nnscaler.planning.cost.collectives import seconds_per_byte
 from nnscaler.planning.parallel_configurations import Configuration
 from nnscaler.planning.planner.estimate_stages import (

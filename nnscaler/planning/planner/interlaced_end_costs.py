@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from nnscaler.ir.graph import Operation, element_bytes
 from nnscaler.ir.placement import Choice, RunInvariant, Split
-from nnscaler.planning.constraints.kinds import Constraint, SharedEnds
+from nnscaler.planning.constraints.size_and_choice_constraints import Constraint, SharedEnds
 from nnscaler.planning.cost.collectives import seconds_per_byte
 from nnscaler.planning.cost.model_protocol import AxisPlace
 from nnscaler.planning.parallel_configurations import Configuration

@@ -11,7 +11,7 @@ from math import gcd
 from nnscaler.ir.graph import Graph, LogicalTensor, element_bytes, gradient_dtype
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice
-from nnscaler.planning.constraints.kinds import Constraint
+from nnscaler.planning.constraints.size_and_choice_constraints import Constraint
 from nnscaler.planning.context_and_expert_parallel import find_experts
 from nnscaler.planning.cost.model_protocol import AxisPlace, CostModel
 from nnscaler.planning.parallel_configurations import Configuration, configurations

@@ -27,7 +27,12 @@ from typing import Any
 
 from nnscaler.runtime.jobs.rank_process import die_with_parent, leave_stopping_to_parent, run_rank
 
-_PRELOADED = ("torch", "torch.distributed.checkpoint", "nnscaler.runtime", "nnscaler.runtime.program.load_python")
+_PRELOADED = (
+    "torch",
+    "torch.distributed.checkpoint",
+    "nnscaler.runtime",
+    "nnscaler.runtime.program.import_role_and_user_files",
+)
 
 
 def main(descriptor: int, launcher: int, preload: Sequence[str]) -> None:

@@ -22,7 +22,7 @@ from nnscaler.runtime.communication.communicator_of_backend import torch_communi
 from nnscaler.runtime.communication.join_process_group import join
 from nnscaler.runtime.jobs.job import JobDirectory, StatusWriter
 from nnscaler.runtime.keep_freed_memory import keep_freed_memory
-from nnscaler.runtime.program.load_python import load_user_module
+from nnscaler.runtime.program.import_role_and_user_files import load_user_module
 
 _PR_SET_PDEATHSIG = 1
 

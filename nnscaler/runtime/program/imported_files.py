@@ -15,8 +15,8 @@ from importlib.util import decode_source
 from pathlib import Path
 
 from nnscaler.is_user_file import is_users
+from nnscaler.runtime.program.import_role_and_user_files import parsed
 from nnscaler.runtime.program.imports_of_user_files import module_name, package_of, project_folders
-from nnscaler.runtime.program.load_python import parsed
 
 _SUFFIXES = (*EXTENSION_SUFFIXES, *SOURCE_SUFFIXES, *BYTECODE_SUFFIXES)  # in Python's order
 _PARSED = 4096  # texts whose imports are remembered

@@ -16,7 +16,7 @@ from torch import Tensor
 from nnscaler.error_text import first_line
 from nnscaler.manifest import Manifest, ManifestError, NoManifest, StoredTensor, read_manifest
 from nnscaler.runtime.communication.communicator import ProgramError
-from nnscaler.runtime.program.load_python import letting_go, load_role
+from nnscaler.runtime.program.import_role_and_user_files import letting_go, load_role
 from nnscaler.runtime.shards import unravel
 from nnscaler.runtime.stage_base_class import Exchange, Receive, RunContext, Stage
 from nnscaler.runtime.tensor_values import bits_of, same_bits

@@ -21,7 +21,7 @@ from nnscaler.instructions import Instruction
 from nnscaler.runtime.communication.communicator import CommunicationError, Communicator, ProgramError
 from nnscaler.runtime.communication.sharded_parameter_gathers import ParameterReads
 from nnscaler.runtime.communication.token_slice_cache import KeptRows
-from nnscaler.runtime.program.load_python import last_place
+from nnscaler.runtime.program.import_role_and_user_files import last_place
 from nnscaler.runtime.stage_base_class import (
     Input,
     RunContext,

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 
 from nnscaler.runtime.communication.communicator import ProgramError
-from nnscaler.runtime.program.load_python import parsed
+from nnscaler.runtime.program.import_role_and_user_files import parsed
 
 
 def instrument(source: str, filename: str) -> CodeType:

@@ -14,8 +14,8 @@ from heapq import heappop, heappush
 from math import ceil, inf
 from typing import NamedTuple
 
-from nnscaler.scheduling.search.bound import SLACK, holdings, usable_limit
 from nnscaler.scheduling.search.job_shop_graph import Shop, Starts
+from nnscaler.scheduling.search.schedule_lower_bounds import SLACK, holdings, usable_limit
 
 NEVER = 1 << 60
 

@@ -11,9 +11,9 @@ from nnscaler.instructions import Instruction, Kind, total_order
 from nnscaler.records_as_json import encode
 from nnscaler.scheduling.dependencies import check_acyclic
 from nnscaler.scheduling.schedule import Schedule
-from nnscaler.scheduling.search.bound import SLACK
 from nnscaler.scheduling.search.job_shop_graph import Starts
 from nnscaler.scheduling.search.problem import ScheduleProblem
+from nnscaler.scheduling.search.schedule_lower_bounds import SLACK
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
-from nnscaler.scheduling.search.bound import SLACK
 from nnscaler.scheduling.search.job_shop_graph import Shop, Starts, makespan_of, peaks_of, replay, sequences, shop_of
+from nnscaler.scheduling.search.schedule_lower_bounds import SLACK
 
 Keys = Sequence[Sequence[float]]  # by block and micro-batch: the less, the more urgent
 

@@ -17,8 +17,8 @@ import highspy
 import numpy as np
 from numpy.typing import NDArray
 
-from nnscaler.scheduling.search.bound import SLACK, ScheduleBound
 from nnscaler.scheduling.search.job_shop_graph import Shop, Starts, makespan_of, peaks_of, replay, sequences, shop_of
+from nnscaler.scheduling.search.schedule_lower_bounds import SLACK, ScheduleBound
 
 SEED = 0
 

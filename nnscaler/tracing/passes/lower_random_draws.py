@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from op_registry.call import DType, dtype_name
+from op_registry.infer_torch_schema import may_draw
 from op_registry.registry import facts_of
-from op_registry.torch_schema import may_draw
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph, Operation

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from op_registry.call import DType, instances_in
+from op_registry.infer_torch_schema import has_default_dtype
 from op_registry.registry import facts_of
-from op_registry.torch_schema import has_default_dtype
 
 from nnscaler.ir.graph import Graph, Operation, Region
 from nnscaler.tracing.graph_builder import Builder, TensorName, is_floating, map_references

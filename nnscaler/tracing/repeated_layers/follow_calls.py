@@ -28,8 +28,8 @@ from torch.fx.node import has_side_effect
 from torch.utils._pytree import tree_leaves
 
 from nnscaler.tracing.export.user_source_locations import is_library
-from nnscaler.tracing.repeated_layers.active_call import Active, Run, Site
 from nnscaler.tracing.repeated_layers.call_record import CallPlaces, CannotStitch, Record, join_history
+from nnscaler.tracing.repeated_layers.repeated_call_under_way import Active, Run, Site
 
 # Operators that mark calls of layers in an export. They compute nothing and are gone in the final graph.
 # `begin(n)` and `end(given, made, n)` enclose the traced call number n, with all tensors that it reads from outside

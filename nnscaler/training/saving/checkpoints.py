@@ -48,7 +48,7 @@ from nnscaler.runtime.training.saving.dcp import Folder, TensorShard, part_of, w
 from nnscaler.training.check_replicas import check_same_objects
 from nnscaler.training.engine import Engine
 from nnscaler.training.saving.checkpoint_rotation import RunFolder
-from nnscaler.training.saving.optimizer_state import Entries, optimizer_entries, read_optimizer, root_of
+from nnscaler.training.saving.optimizer_checkpoint_entries import Entries, optimizer_entries, read_optimizer, root_of
 from nnscaler.training.saving.weights import as_user_error, check_known, read_model
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None  # of a GAN, say: one for each part

@@ -25,7 +25,7 @@ from nnscaler.runtime.tensor_values import same_bits
 from nnscaler.runtime.training.saving.checkpoint import MODEL, RunRecord, read_run
 from nnscaler.runtime.training.saving.dcp import METADATA, Folder, whole
 from nnscaler.training.saving.checkpoint_rotation import RunFolder
-from nnscaler.training.saving.optimizer_state import CLASS
+from nnscaler.training.saving.optimizer_checkpoint_entries import CLASS
 from nnscaler.training.saving.weights import INDEX, SINGLE, as_user_error
 
 FORMATS = ("safetensors", "transformers", "torch")

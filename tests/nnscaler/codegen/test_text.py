@@ -17,12 +17,12 @@ import torch
 
 import nnscaler
 from nnscaler.codegen.compiled_program import Program
-from nnscaler.runtime.program.load_python import load_user_module
+from nnscaler.runtime.program.import_role_and_user_files import load_user_module
 from nnscaler.transform.plan import Plan, RecomputeStep, ReplicateStep, SplitStep
 
 COMPILE = """
 import hashlib, torch, nnscaler
-from nnscaler.runtime.program.load_python import load_user_module
+from nnscaler.runtime.program.import_role_and_user_files import load_user_module
 gpt = load_user_module({file!r})
 torch.manual_seed(0)
 model = gpt.GPT(gpt.GPTConfig(layers=2))

@@ -20,7 +20,7 @@ from nnscaler.ir.graph import element_bytes
 from nnscaler.ir.operation_annotations import signatures
 from nnscaler.ir.precision import Precision
 from nnscaler.records_as_json import encode
-from nnscaler.runtime.program.load_python import load_user_module
+from nnscaler.runtime.program.import_role_and_user_files import load_user_module
 from nnscaler.tracing import Traced, trace
 from nnscaler.transform.plan import Plan, RecomputeStep, ReplicateStep, RestStep, SplitStep
 from tests import halves, traced_examples

@@ -19,7 +19,7 @@ from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.ir.operation_annotations import signatures
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.simulator import Simulator
-from nnscaler.runtime.program.load_python import load_role
+from nnscaler.runtime.program.import_role_and_user_files import load_role
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.executor_settings import ExecutorSettings
 from nnscaler.transform.apply import apply_plan

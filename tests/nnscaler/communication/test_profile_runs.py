@@ -11,7 +11,7 @@ import torch
 
 from nnscaler.ir.operation_annotations import signatures
 from nnscaler.planning.plan_from_axes import make_plan
-from nnscaler.runtime.program.load_python import load_user_module
+from nnscaler.runtime.program.import_role_and_user_files import load_user_module
 from nnscaler.tracing import Traced, trace
 from nnscaler.transform.plan import ChunkStep
 from tests.calls import check

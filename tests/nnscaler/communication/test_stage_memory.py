@@ -21,7 +21,7 @@ from nnscaler.records_as_json import encode
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.sharded_parameter_gathers import WholeView
 from nnscaler.runtime.communication.simulator import Simulator
-from nnscaler.runtime.program.load_python import load_role
+from nnscaler.runtime.program.import_role_and_user_files import load_role
 from nnscaler.runtime.recompute_in_backward import SavedValues
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.executor_settings import ExecutorSettings

@@ -22,7 +22,7 @@ from nnscaler.ir.operation_annotations import signatures
 from nnscaler.runtime import recompute_in_backward, split_backward
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.simulator import Simulator
-from nnscaler.runtime.program.load_python import load_role
+from nnscaler.runtime.program.import_role_and_user_files import load_role
 from nnscaler.runtime.stage_base_class import Stage
 from nnscaler.runtime.training.backward import BackwardPasses
 from nnscaler.runtime.training.executor import RankExecutor

@@ -9,19 +9,19 @@ import pytest
 from nnscaler.performance.measure_operators import _warn_if_busy
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.simulator import Simulator
-from nnscaler.runtime.jobs import measured_on_ranks
+from nnscaler.runtime.jobs import measure_on_ranks
 
 
 def test_a_collective_takes_no_less_than_its_shortest_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Computing alone seems to take longer than computing with a call in it."""
-    monkeypatch.setattr(measured_on_ranks, "_nothing", lambda: time.sleep(0.05))
+    monkeypatch.setattr(measure_on_ranks, "_nothing", lambda: time.sleep(0.05))
     calls = [("all_reduce", 2, 1 << 16, 2), ("send", 2, 1 << 12, 2)]
 
     def work(communicator: Communicator) -> list[float]:
-        return measured_on_ranks.time_collectives(communicator, calls, 0.0)[0]
+        return measure_on_ranks.time_collectives(communicator, calls, 0.0)[0]
 
     found = Simulator(2).run(work)
-    assert found[0] == found[1] and all(seconds > 2 * measured_on_ranks.LEAST for seconds in found[0])
+    assert found[0] == found[1] and all(seconds > 2 * measure_on_ranks.LEAST for seconds in found[0])
 
 
 class Heard:

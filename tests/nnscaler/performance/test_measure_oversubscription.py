@@ -6,7 +6,7 @@ import pytest
 
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.simulator import Simulator
-from nnscaler.runtime.jobs import measured_on_ranks
+from nnscaler.runtime.jobs import measure_on_ranks
 
 
 class Steps:
@@ -26,12 +26,12 @@ class Steps:
 
 
 def test_the_slowest_rank_says_what_a_step_took(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured_on_ranks, "_TimedSteps", Steps)
-    monkeypatch.setattr(measured_on_ranks, "ROUNDS", 1)
+    monkeypatch.setattr(measure_on_ranks, "_TimedSteps", Steps)
+    monkeypatch.setattr(measure_on_ranks, "ROUNDS", 1)
 
     def work(communicator: Communicator) -> object:
         own = str(communicator.rank)
-        return measured_on_ranks.time_crowded(communicator, [own], [1, 2, 3], [(own, 2)], 25.0)
+        return measure_on_ranks.time_crowded(communicator, [own], [1, 2, 3], [(own, 2)], 25.0)
 
     found = Simulator(3).run(work)
     # Alone: steps of 20 and 30 s, after one that does not count, and then one of 50; of two ranks, the second one's

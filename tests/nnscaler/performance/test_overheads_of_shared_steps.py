@@ -11,7 +11,7 @@ import pytest
 from nnscaler.compile import WantedPlan, make
 from nnscaler.ir.operation_annotations import signatures
 from nnscaler.performance.measure_step_overheads import SavedProgram, SharedStep, Shown, Steps, with_overheads
-from nnscaler.performance.pass_work_and_calls import Pieces
+from nnscaler.performance.ordered_work_of_a_pass import Pieces
 from nnscaler.performance.predict_step_time import Prediction, Programmed, programmed
 from nnscaler.planning.cluster.description import Cluster, Device, Level
 from nnscaler.planning.cost.build_machine_profile import crowded

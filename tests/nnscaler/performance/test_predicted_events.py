@@ -28,8 +28,8 @@ from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.cost.model_protocol import Overheads
 from nnscaler.records_as_json import encode
 from nnscaler.runtime.communication.simulator import Simulator
-from nnscaler.runtime.jobs.measured_on_ranks import recorded_step
-from nnscaler.runtime.program.load_python import load_user_module
+from nnscaler.runtime.jobs.measure_on_ranks import recorded_step
+from nnscaler.runtime.program.import_role_and_user_files import load_user_module
 from nnscaler.runtime.program.program_directory import read_program
 from nnscaler.tracing import Traced, trace
 from nnscaler.transform.plan import Plan, RecomputeStep

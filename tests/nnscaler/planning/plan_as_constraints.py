@@ -8,7 +8,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice
-from nnscaler.planning.constraints.kinds import Constraint, all_of, sizes
+from nnscaler.planning.constraints.size_and_choice_constraints import Constraint, all_of, sizes
 from nnscaler.scheduling.registry import planned_schedules
 from nnscaler.transform.complete_plan import choose
 from nnscaler.transform.plan import DP, PP, TP, AssignStep, OrderStep, Plan, RecomputeStep, RestStep

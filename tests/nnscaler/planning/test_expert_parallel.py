@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation_annotations import signatures
-from nnscaler.planning.constraints.kinds import sizes
+from nnscaler.planning.constraints.size_and_choice_constraints import sizes
 from nnscaler.planning.context_and_expert_parallel import find_experts
 from nnscaler.planning.parallel_configurations import Configuration
 from nnscaler.planning.parse_axes import parse_axes, ranks_in
@@ -22,7 +22,7 @@ from nnscaler.planning.planner.branch_and_bound import BOUNDS, search
 from nnscaler.planning.planner.build_certified_plan import plan_of
 from nnscaler.planning.planner.evaluate_configuration import evaluate
 from nnscaler.planning.sharding.zero_stages import PLACEMENTS
-from nnscaler.runtime.program.load_python import load_user_module
+from nnscaler.runtime.program.import_role_and_user_files import load_user_module
 from nnscaler.tracing import trace
 from nnscaler.transform.plan import Plan, RestStep, SplitStep
 from tests.nnscaler.planning.planner.planned import subject_of

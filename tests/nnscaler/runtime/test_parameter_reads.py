@@ -26,7 +26,7 @@ from nnscaler.planning.plan_from_axes import make_plan
 from nnscaler.runtime import Simulator
 from nnscaler.runtime.communication.communicator import CommunicationCall, Communicator, ProgramError
 from nnscaler.runtime.communication.sharded_parameter_gathers import ParameterReads, Read
-from nnscaler.runtime.program.load_python import letting_go, load_role
+from nnscaler.runtime.program.import_role_and_user_files import letting_go, load_role
 from nnscaler.runtime.recompute_in_backward import SavedValues
 from nnscaler.runtime.stage_base_class import Stage
 from nnscaler.runtime.training.backward import BackwardPasses

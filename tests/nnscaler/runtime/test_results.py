@@ -18,13 +18,13 @@ from nnscaler.codegen.compiled_program import Program
 from nnscaler.ir.text import print_graph
 from nnscaler.runtime import ExecutorSettings, ProgramError, RankExecutor, Simulator
 from nnscaler.runtime.output_structure import describe, restore
-from nnscaler.runtime.program.load_python import load_role
+from nnscaler.runtime.program.import_role_and_user_files import load_role
 from nnscaler.tracing import trace
 from nnscaler.training.engine import Engine
 from nnscaler.training.program_on_rank import EngineSettings
 from tests.graph_invariants import check_graph
 from tests.graph_text import parse_graph
-from verify.programs.typing.check import check_program
+from verify.programs.typing.check_text_computes_graph import check_program
 
 
 @dataclass

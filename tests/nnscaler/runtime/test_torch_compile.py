@@ -19,7 +19,7 @@ from nnscaler.runtime.communication import gather_again_in_backward as gathers
 from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError, Communicator
 from nnscaler.runtime.communication.gather_again_in_backward import gather_again
 from nnscaler.runtime.communication.simulator import Simulator
-from nnscaler.runtime.program.load_python import load_role
+from nnscaler.runtime.program.import_role_and_user_files import load_role
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.executor_settings import ExecutorSettings
 from nnscaler.training.engine import Engine

@@ -16,7 +16,7 @@ from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.communication.torch_communicator_base import agreement_of, forward_of
 from nnscaler.runtime.jobs.job import JobSpecification
 from nnscaler.runtime.jobs.launcher import ForkServer, launch
-from nnscaler.runtime.program.load_python import load_user_module
+from nnscaler.runtime.program.import_role_and_user_files import load_user_module
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from nnscaler.runtime.program.import_role_and_user_files import load_user_module
 from nnscaler.runtime.program.imported_files import imported_files
-from nnscaler.runtime.program.load_python import load_user_module
 
 
 def write(folder: Path, files: dict[str, str]) -> None:

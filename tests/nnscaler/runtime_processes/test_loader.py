@@ -13,8 +13,8 @@ import pytest
 
 import verify
 from nnscaler.runtime.communication.communicator import ProgramError
+from nnscaler.runtime.program.import_role_and_user_files import UserFileError, letting_go, load_role, load_user_module
 from nnscaler.runtime.program.imports_of_user_files import own_names
-from nnscaler.runtime.program.load_python import UserFileError, letting_go, load_role, load_user_module
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +103,7 @@ def test_ours_are_not_yet_imported(folder: Path, repository: Path) -> None:
     """The collision is with what the process would import."""
     script = f"""
 import sys
-from nnscaler.runtime.program.load_python import load_user_module
+from nnscaler.runtime.program.import_role_and_user_files import load_user_module
 assert "verify" not in sys.modules and "op_registry" not in sys.modules
 model = load_user_module({str(folder / "model.py")!r})
 import verify, op_registry
@@ -232,7 +232,7 @@ def test_what_is_compiled_for_one_load_of_a_role_is_not_run_for_another() -> Non
 
 TWO_LOADS = """
 import torch
-from nnscaler.runtime.program.load_python import letting_go
+from nnscaler.runtime.program.import_role_and_user_files import letting_go
 
 lines = ["y = x + 1", "torch._dynamo.graph_break()", "z = y * 2", "return z"]
 role = "class S:\\n    def forward(self, x):\\n" + "".join(f"        {line}\\n" for line in lines)

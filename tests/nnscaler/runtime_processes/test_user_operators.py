@@ -11,7 +11,7 @@ import torch
 
 from nnscaler.runtime import user_operators
 from nnscaler.runtime.communication.communicator import ProgramError
-from nnscaler.runtime.program.load_python import load_user_module
+from nnscaler.runtime.program.import_role_and_user_files import load_user_module
 
 OPERATORS = """
 import torch

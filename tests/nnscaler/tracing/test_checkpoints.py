@@ -65,7 +65,7 @@ def test_what_is_kept_in_memory_is_less(monkeypatch: pytest.MonkeyPatch) -> None
     program = nnscaler.parallelize(Model(False), BATCH, ranks=2, plan="dp=2")
     kept = program.manifest.memory[0].activations
     monkeypatch.setattr(recompute_regions, "_KEY", "another")
-    monkeypatch.setattr("nnscaler.tracing.export.importer.checkpoint_of", lambda node: None)
+    monkeypatch.setattr("nnscaler.tracing.export.import_exported_program.checkpoint_of", lambda node: None)
     lost = nnscaler.parallelize(Model(False), BATCH, ranks=2, plan="dp=2")
     assert not any(isinstance(s, RecomputeStep) for s in lost.plan.steps)
     assert kept < lost.manifest.memory[0].activations

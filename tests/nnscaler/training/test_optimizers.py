@@ -20,7 +20,7 @@ import nnscaler
 from nnscaler.errors import NnscalerError
 from nnscaler.layout import Invariant, Sharded, State
 from nnscaler.runtime.communication.simulator import Simulator
-from nnscaler.runtime.program.load_python import load_user_module
+from nnscaler.runtime.program.import_role_and_user_files import load_user_module
 from nnscaler.runtime.training.saving.rank_tensors_as_boxes import StoredTensor
 from nnscaler.training.engine import Engine
 from nnscaler.training.functional_optimizer import make_update, optimizer_name, own_numbers, state_bytes, steps_beyond

@@ -11,7 +11,7 @@ import torch
 
 import nnscaler
 from nnscaler.cli.main import main
-from nnscaler.runtime.program.load_python import load_user_module
+from nnscaler.runtime.program.import_role_and_user_files import load_user_module
 from nnscaler.training.engine import Engine
 from tests.nnscaler.training.test_engine import on_ranks
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from op_registry.bind_annotation import bind_call, linear_sets
 from op_registry.builtin import SPECS
 from op_registry.call import Call
+from op_registry.infer_torch_schema import has_default_dtype, is_factory, may_draw, overload_of, schema_of
 from op_registry.registry import UNANNOTATED, default_registry, facts_of
 from op_registry.samples import SAMPLES
 from op_registry.spec import OperatorSpec
-from op_registry.torch_schema import has_default_dtype, is_factory, may_draw, overload_of, schema_of
 
 from tests.op_registry.builtin.oracle import Whole, run, whole
 

@@ -12,7 +12,7 @@ from verify.external.request import ExternalRequest
 from verify.external.transformers.expand_requests import expand, value_of
 from verify.external.transformers.find_config import targets
 from verify.external.verify_request import verify_external_request
-from verify.programs.subject import RunContext
+from verify.programs.loaded_model_and_plan import RunContext
 
 
 def test_sizes_are_programs_of_their_own() -> None:

@@ -14,7 +14,7 @@ from verify.gate.items import ExternalItem
 from verify.gate.run import tool_of
 from verify.gate.run_order import State, batches, first_units, other_units
 from verify.gate.verify_item import verify_external_item
-from verify.programs.subject import RunContext
+from verify.programs.loaded_model_and_plan import RunContext
 
 WRONG = "\n\ndef forgotten(model, mesh):\n    return model\n"
 SETTINGS = """

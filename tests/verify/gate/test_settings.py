@@ -19,8 +19,8 @@ from verify.gate.items import OpItem, OpSource, check_names, select
 from verify.gate.settings import EXAMPLE, GateSettings, read_settings
 from verify.gate.verify_item import perform_item
 from verify.operators.run.cache import Cache
+from verify.programs.loaded_model_and_plan import RunContext
 from verify.programs.request import BACKENDS, PlanRequest
-from verify.programs.subject import RunContext
 from verify.results.report import Report
 
 MODELS = """

@@ -17,12 +17,12 @@ from tests.broken import models
 from tests.broken.planting import Edit, plant
 from verify.programs.eager_reference import logical_state
 from verify.programs.execution.record_rank_steps import Task
+from verify.programs.loaded_model_and_plan import PlanSubject
 from verify.programs.localise import localise_all
 from verify.programs.opened_program import open_program
 from verify.programs.prepare_verification import Prepared, prepare
 from verify.programs.request import PlanRequest
 from verify.programs.source_map import SourceMap
-from verify.programs.subject import PlanSubject
 from verify.results.finding import Finding
 
 Localiser = Callable[..., Finding | tuple[Finding, ...] | None]

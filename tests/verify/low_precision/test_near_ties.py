@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nnscaler.runtime.program.load_python import load_user_module
+from nnscaler.runtime.program.import_role_and_user_files import load_user_module
 from tests.verify.low_precision.conftest import Case, make_case
 from verify import verify_plan
 from verify.programs.low_precision import run as level

@@ -17,10 +17,10 @@ from tests.broken import models
 from tests.sampling import every
 from verify.programs.eager_reference import logical_state, run_reference
 from verify.programs.execution.record_rank_steps import Task
+from verify.programs.loaded_model_and_plan import PlanSubject
 from verify.programs.minimise_plan import PlanTrial, minimise, units_of
 from verify.programs.prepare_verification import Prepared, prepare
 from verify.programs.request import PlanRequest
-from verify.programs.subject import PlanSubject
 
 SPEC = "dp=2,tp=2,pp=2"
 

@@ -20,7 +20,7 @@ from tests.verify.size_branches import (
     centred_where_long,
 )
 from verify.evidence.verify_op_options import OpOptions
-from verify.operators.verify_spec import verify_spec
+from verify.operators.report_on_operator import verify_spec
 from verify.results.report import Report
 from verify.results.verdict import Verdict
 

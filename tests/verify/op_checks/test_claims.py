@@ -26,7 +26,7 @@ from verify.evidence.oracle.case_runner import OperatorRunner
 from verify.evidence.oracle.enumerate_cases import enumerate_cases
 from verify.evidence.split_case import Inputs, SplitCase
 from verify.evidence.verify_op_options import Kind, OpOptions, Safeguards
-from verify.operators.verify_spec import verify_spec
+from verify.operators.report_on_operator import verify_spec
 from verify.results.report import Report
 from verify.results.verdict import Verdict
 from verify.self_test.operators.mutants.mutant import Hook, spec_of

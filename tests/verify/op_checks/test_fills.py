@@ -11,7 +11,7 @@ from torch import Tensor
 
 from op_registry.spec import OperatorSpec
 
-from verify.operators.verify_spec import verify_spec
+from verify.operators.report_on_operator import verify_spec
 
 _DRAWS = torch.Generator().manual_seed(0)
 

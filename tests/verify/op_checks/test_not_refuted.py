@@ -14,7 +14,7 @@ from op_registry.spec import OperatorSpec
 from tests.sampling import every
 from tests.verify.op_checks.test_beyond_bounds import verified
 from verify.evidence.verify_op_options import OpOptions
-from verify.operators.verify_spec import verify_spec
+from verify.operators.report_on_operator import verify_spec
 from verify.results.verdict import Verdict
 
 SEEDS = pytest.mark.parametrize("seed", every(3, [0, 1, 4]))

@@ -18,7 +18,7 @@ from tests.sampling import every
 from verify.evidence.oracle.check_by_cases import TargetOutcome, as_check
 from verify.evidence.oracle.enumerate_cases import enumerate_cases
 from verify.evidence.verify_op_options import OpOptions, Safeguards
-from verify.operators.verify_spec import verify_spec
+from verify.operators.report_on_operator import verify_spec
 from verify.results.finding import Finding
 from verify.results.verdict import Verdict
 

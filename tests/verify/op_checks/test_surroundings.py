@@ -27,8 +27,8 @@ from tests.verify.lemmas.planted import called, floats, proved, stated
 from verify.evidence.inputs.concrete_call import make_call
 from verify.evidence.verify_op_options import OpOptions
 from verify.operators.audit.side_effects import audit
+from verify.operators.report_on_operator import verify_spec
 from verify.operators.run.fingerprint import Opaque, fingerprint
-from verify.operators.verify_spec import verify_spec
 from verify.programs.lemmas import check_claims
 from verify.results.verdict import Verdict
 
@@ -158,7 +158,7 @@ import torch
 from op_registry.source_location import SourceLocation
 from op_registry.spec import OperatorSpec
 from verify.evidence.verify_op_options import OpOptions
-from verify.operators.verify_spec import verify_spec
+from verify.operators.report_on_operator import verify_spec
 
 runs = Path("runs")
 runs.write_text(runs.read_text() + "x" if runs.exists() else "x")

@@ -12,7 +12,7 @@ from nnscaler.runtime.cut_tensors import pieces_of
 from verify.evidence.inputs.operand_shards import lay_of
 from verify.evidence.oracle.wrong_result_variants import variants_of
 from verify.evidence.verify_op_options import OpOptions
-from verify.operators.verify_spec import verify_spec
+from verify.operators.report_on_operator import verify_spec
 
 
 def of(expected: torch.Tensor, dim: int = 0, outer: int = 1) -> dict[str, tuple[bool, bool]]:

@@ -21,7 +21,7 @@ from nnscaler.manifest import MANIFEST, read_manifest
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.program.program_directory import read_program
 from verify.programs.opened_program import open_program
-from verify.programs.typing import check, check_program
+from verify.programs.typing import check_program, check_text_computes_graph
 from verify.programs.typing.lines.canonical_calls import NoCall, canonical
 from verify.programs.typing.lines.type_operation_lines import Typer
 from verify.programs.typing.program_files.rank_program_syntax import Assignment, Variable
@@ -231,7 +231,7 @@ def test_an_error_elsewhere_is_a_finding_of_the_program(
     def fail(*_: Any, **__: Any) -> None:
         raise RecursionError("too deep")
 
-    monkeypatch.setattr(check, name, fail)
+    monkeypatch.setattr(check_text_computes_graph, name, fail)
     found = read(dropping, (r"\Z", "\n"))
     assert found[-1].code == "program_unreadable"
     assert "the program cannot be read: RecursionError: too deep" in found[-1].message

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from op_registry.infer_torch_schema import schema_of
 from op_registry.registry import default_registry
 from op_registry.samples import SAMPLES
-from op_registry.torch_schema import schema_of
 
 from verify.evidence.inputs.concrete_call import function_of, outputs_of, with_tensors
 from verify.evidence.inputs.draw_calls import builtin_call

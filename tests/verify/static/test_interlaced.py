@@ -20,7 +20,7 @@ from tests.sampling import every
 from tests.traced_examples import loaded, traced
 from tests.verify.static.mutants import equivalent, mutants
 from verify.programs.typing import check_program
-from verify.programs.typing.check import StaticResult
+from verify.programs.typing.check_text_computes_graph import StaticResult
 
 
 @cache

@@ -13,7 +13,7 @@ import torch
 from nnscaler.codegen.compiled_program import Program
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.ir.operation_annotations import signatures
-from nnscaler.runtime.program.load_python import load_user_module
+from nnscaler.runtime.program.import_role_and_user_files import load_user_module
 from nnscaler.tracing import Traced, trace
 from tests.random_plans import MESHES, PIPELINES, UNLIKE, Mesh, random_plan
 from tests.sampling import every

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from op_registry.annotation.parser import parse
+from op_registry.infer_torch_schema import SchemaError, infer_schema
 from op_registry.register import parameters_of
 from op_registry.registry import check_annotation, default_registry
 from op_registry.source_location import definition_of
 from op_registry.spec import OperatorSpec, SchemaParameter
-from op_registry.torch_schema import SchemaError, infer_schema
 
 from nnscaler.errors import NnscalerError
 from verify.evidence.inputs.import_user_code import import_module, load_file

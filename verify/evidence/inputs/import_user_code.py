@@ -22,7 +22,7 @@ def load_file(file: str | Path) -> ModuleType:
     path = Path(file)
     if not path.is_file():
         raise NnscalerError("no_such_file", f"there is no file {str(file)!r}", help=_near_file(path))
-    from nnscaler.runtime.program.load_python import load_user_module
+    from nnscaler.runtime.program.import_role_and_user_files import load_user_module
 
     return _guarded(lambda: load_user_module(path), str(file), path.resolve().parent)
 
@@ -40,7 +40,7 @@ _ANEW: list[Path] = []  # in a child process, the files that it executes once mo
 
 def load_anew(files: Sequence[str | Path]) -> list[ModuleType]:
     """Execute files once more, and the user's modules that they import. For child processes, which end then."""
-    from nnscaler.runtime.program.load_python import load_user_module
+    from nnscaler.runtime.program.import_role_and_user_files import load_user_module
 
     _ANEW.extend(map(Path, files))
     for name in [n for n, m in sys.modules.items() if n != "__main__" and is_users(getattr(m, "__file__", None))]:

@@ -17,7 +17,7 @@ below it.
     facts       what is known of a rank's tensor: coefficient x term, one state per axis (`facts.py`)
     terms       logical tensors, each different one once, whatever the order of sums (`terms.py`, `call_normal_form.py`)
     rules       from the states of operands to those of results, axis by axis (`result_states_of_rank_call.py`,
-                `extra_transfer_rules.py`)
+                `attention_rms_norm_loss_rules.py`)
     conversions all_reduce, all_gather, reduce_scatter, all_to_all, slices (`facts.py`, `follow_rank_graph.py`)
     ends        loss, gradients and buffers: the right term, once, in the layout of their placements
                 (`premises_and_goals.py`)

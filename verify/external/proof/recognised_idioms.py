@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from verify.evidence.dimension_types.states import SAME, Shard, State
+from verify.external.proof.attention_rms_norm_loss_rules import OWN_ROWS
 from verify.external.proof.call_normal_form import OperatorForm
-from verify.external.proof.extra_transfer_rules import OWN_ROWS
 from verify.external.proof.facts import Fact
 from verify.external.proof.graph_recorder import CAPTURED
 from verify.external.proof.rank_graph import Aligned, CallOutput, Follows, Form, RecordedCall

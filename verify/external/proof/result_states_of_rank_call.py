@@ -33,7 +33,7 @@ from op_registry.call import map_leaves
 from nnscaler.layout import Axis
 from verify.evidence.dimension_types.rules.call_with_states import Operand, RuleCall
 from verify.evidence.dimension_types.states import Constant, PartialSum, Shard, State, Unknown, Zero
-from verify.external.proof.extra_transfer_rules import transfer
+from verify.external.proof.attention_rms_norm_loss_rules import transfer
 from verify.external.proof.rank_graph import CallOutput
 
 K = sympy.Symbol("k", positive=True, integer=True)

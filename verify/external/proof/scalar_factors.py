@@ -17,8 +17,8 @@ from op_registry.call import leaves, map_leaves
 
 from verify.evidence.dimension_types.rules.call_with_states import Operand, RuleCall
 from verify.evidence.dimension_types.states import PARTIAL_SUM, SAME, PartialSum, Same, Unknown
+from verify.external.proof.attention_rms_norm_loss_rules import transfer
 from verify.external.proof.call_normal_form import OperatorForm
-from verify.external.proof.extra_transfer_rules import transfer
 from verify.external.proof.rank_graph import CallOutput, Form
 
 UNIT = Fraction(1)

@@ -13,7 +13,7 @@ from nnscaler.error_text import first_line
 from nnscaler.runtime.tensor_values import FLOAT64_BOUND, difference, distance_of_copies, is_finite, is_whole, same_bits
 from verify.external.comparison.compare import LATE, compare
 from verify.external.comparison.comparison_records import ComparisonResult, Difference, PartGradients, ProgramRun
-from verify.external.comparison.findings import findings
+from verify.external.comparison.findings_from_differences import findings
 from verify.external.comparison.reference_in_parts_and_noise import DRAWS, HALF, UNKNOWN, largest_distances
 from verify.external.comparison.replicas_under_dropout import NAME as COPIES
 from verify.external.comparison.replicas_under_dropout import finding as of_dropout

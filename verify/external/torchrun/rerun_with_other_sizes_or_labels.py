@@ -32,7 +32,7 @@ from nnscaler.error_text import first_line
 from nnscaler.errors import few
 from verify.external.comparison.compare import LATE
 from verify.external.comparison.comparison_records import ComparisonResult
-from verify.external.comparison.findings import findings
+from verify.external.comparison.findings_from_differences import findings
 from verify.external.ranks.run_result import RanksFailed
 from verify.external.torchrun.compare_with_one_rank import Attempt, Judged, attempt_of, explained, judge
 from verify.external.torchrun.feed_data_of_all_ranks import Material

@@ -19,7 +19,7 @@ from verify.external.ranks.attention_and_float64_of_torch import register_attent
 from verify.external.ranks.torch_private import FileStore, checked_messages
 from verify.external.torchrun.cuda_on_cpu import cpu_changes, replaced
 from verify.external.torchrun.feed_data_of_all_ranks import RanksFeed
-from verify.external.torchrun.watch import ScriptWatch
+from verify.external.torchrun.watch_models_losses_optimizers import ScriptWatch
 from verify.external.torchrun.watched_script_record import ScriptRecord, Start, Stopped
 from verify.programs.low_precision.reassociation_mode import Reassociated
 

@@ -18,9 +18,9 @@ from verify.evidence.oracle.case_runner import CaseResult, OperatorRunner, Whole
 from verify.evidence.oracle.enumerate_cases import Base, Target, Unusable, bases
 from verify.evidence.split_case import SplitCase
 from verify.evidence.verify_op_options import KINDS, OpOptions
+from verify.operators.report_on_operator import refutation
 from verify.operators.run.job import Job
 from verify.operators.run.run_job import Reproduce, verify_job
-from verify.operators.verify_spec import refutation
 from verify.results.report import Check, Report
 from verify.results.verdict import Verdict
 

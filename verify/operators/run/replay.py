@@ -14,13 +14,13 @@ from verify.evidence.inputs.find_operator import matching
 from verify.evidence.inputs.import_user_code import import_module
 from verify.evidence.oracle.case_runner import CaseResult, OperatorRunner, WholeRaised
 from verify.evidence.verify_op_options import OpOptions
+from verify.operators.report_on_operator import refutation
 from verify.operators.run.emitted_test import EmittedFinding, write_tests
 from verify.operators.run.job import Job, make_job
 from verify.operators.run.reproduce_token import PREFIX, Token, decode, encode
 from verify.operators.run.run_job import Reproduce, verify_job
 from verify.operators.run.tensors_as_python_text import NotWritable
 from verify.operators.run.verify_many import PoolSettings, run_many
-from verify.operators.verify_spec import refutation
 from verify.results.finding import Finding
 from verify.results.report import Check, Report, environment
 from verify.results.verdict import Verdict

@@ -14,11 +14,11 @@ from verify.child_processes import Died, Note, TimedOut
 from verify.evidence.inputs.optimizer_as_operator import remarks
 from verify.evidence.split_case import SplitCase
 from verify.evidence.verify_op_options import OpOptions
+from verify.operators.report_on_operator import verify_spec
 from verify.operators.run.job import Job
 from verify.operators.run.reproduce_token import Token, encode
-from verify.operators.suggest.infer import suggest_annotation
+from verify.operators.suggest.infer_widest_annotation import suggest_annotation
 from verify.operators.suggest.self_contradiction import contradiction
-from verify.operators.verify_spec import verify_spec
 from verify.results.finding import Finding
 from verify.results.report import Check, Report, environment
 from verify.results.verdict import Verdict

@@ -25,7 +25,7 @@ from verify.evidence.dimension_types.prove import NO_GRADIENT
 from verify.evidence.oracle.case_runner import CaseResult, WholeRaised
 from verify.evidence.oracle.check_by_cases import TargetOutcome, as_check, one_way, run_cases
 from verify.evidence.oracle.enumerate_cases import USERS_LOW, Base, Target
-from verify.evidence.oracle.findings import refuted_by_proof, wrong_linear, wrong_split
+from verify.evidence.oracle.findings_from_counter_examples import refuted_by_proof, wrong_linear, wrong_split
 from verify.evidence.oracle.search_decision_boundaries import ValueSearch, has_own_values
 from verify.evidence.prove_tested_claims import prove_base
 from verify.evidence.split_case import Inputs, SplitCase

@@ -15,9 +15,9 @@ from op_registry.annotation.bind_sizes import BoundAnnotation
 from op_registry.bind_annotation import bind_call
 from op_registry.call import Call, TensorArgument, map_leaves
 from op_registry.errors import AnnotationError
+from op_registry.infer_torch_schema import schema_of
 from op_registry.samples import samples_of
 from op_registry.spec import OperatorSpec
-from op_registry.torch_schema import schema_of
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.operation_annotations import Signature

@@ -11,7 +11,7 @@ from nnscaler.runtime.stage_base_class import is_trained, sizes_in_time
 from nnscaler.runtime.tensor_values import difference
 from verify.programs.execution.compare_variables import compare_variable, facts_of
 from verify.programs.localise.culprit_record import Culprit, Key, RoleLine
-from verify.programs.localise.judge import BOUND
+from verify.programs.localise.judge_taught_statements import BOUND
 from verify.programs.localise.teacher_forcing import Teacher
 from verify.programs.typing.explain_layout_mismatch import named_in_time
 

@@ -15,7 +15,7 @@ from nnscaler.ir.graph import Graph
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.jobs.load_adjusted_clock import join_within
-from nnscaler.runtime.program.load_python import load_role
+from nnscaler.runtime.program.import_role_and_user_files import load_role
 from nnscaler.runtime.shards import shard
 from nnscaler.runtime.stage_base_class import Stage
 from nnscaler.runtime.tensor_values import same_bits

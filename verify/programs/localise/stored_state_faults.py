@@ -14,7 +14,7 @@ from nnscaler.runtime.tensor_values import difference
 from verify.programs.causes.explain_wrong_values import cuts
 from verify.programs.localise.candidate_repairs import Replay
 from verify.programs.localise.culprit_record import Culprit, Key, RoleLine
-from verify.programs.localise.judge import CLOSE, Wrong
+from verify.programs.localise.judge_taught_statements import CLOSE, Wrong
 
 _GROUPS = ("parameters", "frozen", "buffers", "constants")
 

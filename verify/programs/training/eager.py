@@ -24,8 +24,8 @@ from verify.programs.eager_reference import (
     record_draws,
     running_in,
 )
+from verify.programs.eager_with_program_draws import Draw, ProgramDraws
 from verify.programs.prepare_verification import Prepared
-from verify.programs.program_draws import Draw, ProgramDraws
 from verify.programs.training.rank_loop import StepRecord, rates_of, states_of
 from verify.programs.training.training_recipe import Batch, Course, make_optimizer, make_scheduler
 

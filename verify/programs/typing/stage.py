@@ -8,8 +8,8 @@ from dataclasses import replace
 from nnscaler.ir.conversion_table_and_paths import explain_illegal
 from nnscaler.ir.graph import Graph, LogicalTensor
 from nnscaler.layout import IN_STEP, INVARIANT, REPLICATED, Layout, Partial, Replicated, Sharded
+from verify.programs.typing.lines.type_lines_in_order import Reading, Scope, Walk
 from verify.programs.typing.lines.type_operation_lines import Typer
-from verify.programs.typing.lines.walk import Reading, Scope, Walk
 from verify.programs.typing.program_files.parse_stage_body import shadowing
 from verify.programs.typing.program_files.rank_program_syntax import Body, InputText, StageText, StoredText, Variable
 from verify.programs.typing.typed_value import Axes, Held, Mistake, axes_of, normal

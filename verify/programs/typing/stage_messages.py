@@ -17,8 +17,8 @@ from nnscaler.ir.graph import Graph, LogicalTensor
 from nnscaler.layout import INVARIANT, MICRO, SLICE, Invariant, Layout, Sharded, State, is_uneven
 from nnscaler.runtime.shards import logical_coordinates, unravel
 from verify.programs.typing.lines.match_call import same_shape, shape_text
+from verify.programs.typing.lines.type_lines_in_order import Noted, Reading
 from verify.programs.typing.lines.uniform_value_dims import NO_DIMS, Dims
-from verify.programs.typing.lines.walk import Noted, Reading
 from verify.programs.typing.program_files.rank_program_syntax import ExchangeText, MessageText, Piece, StageText
 from verify.programs.typing.typed_value import Axes, Held, Mistake, axes_of
 

@@ -12,7 +12,7 @@ from nnscaler.ir.conversion_table_and_paths import explain_illegal
 from nnscaler.ir.graph import Graph, LogicalTensor
 from nnscaler.layout import INVARIANT, PARTIAL, Sharded
 from verify.programs.typing.explain_layout_mismatch import disagreement, rounds_to
-from verify.programs.typing.lines.walk import Noted, Reading
+from verify.programs.typing.lines.type_lines_in_order import Noted, Reading
 from verify.programs.typing.program_files.rank_program_syntax import ResultText, StageText, StoredText
 from verify.programs.typing.stage import leaf_layout
 from verify.programs.typing.typed_value import Held, Mistake, normal

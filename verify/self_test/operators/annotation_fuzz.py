@@ -29,7 +29,7 @@ from verify.evidence.oracle.case_runner import OperatorRunner, Prepared
 from verify.evidence.oracle.enumerate_cases import leaders_of
 from verify.evidence.split_case import Inputs
 from verify.evidence.verify_op_options import OpOptions, Safeguards
-from verify.operators.verify_spec import verify_spec
+from verify.operators.report_on_operator import verify_spec
 from verify.results.report import Report
 from verify.results.styled_line import StyledLine, plain
 from verify.self_test.operators.annotation_mutants import edited

@@ -12,7 +12,7 @@ from op_registry.spec import OperatorSpec
 from nnscaler.errors import NnscalerError
 from verify.child_processes import Died, run_apart
 from verify.evidence.verify_op_options import OpOptions, Safeguards
-from verify.operators.verify_spec import verify_spec
+from verify.operators.report_on_operator import verify_spec
 from verify.results.verdict import Verdict
 from verify.self_test.operators.mutants import (
     backward,

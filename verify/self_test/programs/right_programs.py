@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from nnscaler.compile import WantedPlan, compile_traced, make
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
-from nnscaler.runtime.program.load_python import load_user_module
+from nnscaler.runtime.program.import_role_and_user_files import load_user_module
 from nnscaler.tracing import Traced
 from nnscaler.transform.plan import AssignStep, Plan, RecomputeStep, SplitStep, Step
+from verify.programs.loaded_model_and_plan import PlanSubject
 from verify.programs.prepare_verification import Prepared, prepare
 from verify.programs.request import PlanRequest
-from verify.programs.subject import PlanSubject
 from verify.self_test.programs import known_bug_models, tiny_models
 from verify.self_test.programs.mutants.editable_program_and_edits import RightProgram, take_apart
 

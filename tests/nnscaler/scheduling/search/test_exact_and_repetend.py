@@ -9,9 +9,7 @@ from math import inf
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 
-from nnscaler.scheduling.search.bound import bound_of, memory_needed
 from nnscaler.scheduling.search.exact_state_search import search_states
-from nnscaler.scheduling.search.find import in_units
 from nnscaler.scheduling.search.found_schedule import violations
 from nnscaler.scheduling.search.job_shop_graph import Shop, Starts, makespan_of, sequences, shop_of
 from nnscaler.scheduling.search.list_scheduling import settled
@@ -24,6 +22,8 @@ from nnscaler.scheduling.search.problem import (
     pipeline_problem,
 )
 from nnscaler.scheduling.search.repetends import Repetend, longer_step, search_repetend
+from nnscaler.scheduling.search.schedule_lower_bounds import bound_of, memory_needed
+from nnscaler.scheduling.search.search_schedule import in_units
 from tests.nnscaler.scheduling.search.problems import shortest, small_problems
 from tests.nnscaler.scheduling.search.shapes import folded, with_shared
 

@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 from nnscaler.errors import NnscalerError
 from nnscaler.instructions import total_order
 from nnscaler.scheduling.registry import get_schedule
-from nnscaler.scheduling.search.bound import bound, memory_needed
-from nnscaler.scheduling.search.find import SearchBudget, find_schedule
 from nnscaler.scheduling.search.found_schedule import violations
 from nnscaler.scheduling.search.job_shop_graph import shop_of
 from nnscaler.scheduling.search.problem import (
@@ -26,6 +24,8 @@ from nnscaler.scheduling.search.problem import (
     make_problem,
     pipeline_problem,
 )
+from nnscaler.scheduling.search.schedule_lower_bounds import bound, memory_needed
+from nnscaler.scheduling.search.search_schedule import SearchBudget, find_schedule
 from nnscaler.scheduling.timeline import simulate
 from tests.nnscaler.scheduling.search.problems import shortest, small_problems
 from tests.nnscaler.scheduling.search.shapes import both_ways, folded, recycled, with_shared

@@ -8,7 +8,6 @@ from math import inf
 import pytest
 
 from nnscaler.errors import NnscalerError
-from nnscaler.scheduling.search.bound import bound
 from nnscaler.scheduling.search.problem import (
     Dependency,
     PassBlock,
@@ -18,6 +17,7 @@ from nnscaler.scheduling.search.problem import (
     make_problem,
     pipeline_problem,
 )
+from nnscaler.scheduling.search.schedule_lower_bounds import bound
 from nnscaler.scheduling.timeline import PassCosts
 from tests.nnscaler.scheduling.search.shapes import both_ways, folded, recycled, with_shared
 

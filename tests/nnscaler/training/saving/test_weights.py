@@ -19,7 +19,7 @@ from nnscaler.codegen.compiled_program import Program
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.communication.simulator import Simulator
-from nnscaler.runtime.program.load_python import load_user_module
+from nnscaler.runtime.program.import_role_and_user_files import load_user_module
 from nnscaler.runtime.shards import shard
 from nnscaler.runtime.tensor_values import same_bits
 from nnscaler.tracing import Traced, trace

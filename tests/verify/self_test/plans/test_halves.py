@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from nnscaler.runtime import ExecutorSettings, RankExecutor, Simulator
 from nnscaler.runtime.communication.communicator import Communicator
-from nnscaler.runtime.program.load_python import load_role
+from nnscaler.runtime.program.import_role_and_user_files import load_role
 from nnscaler.transform.plan import RecomputeStep
 from tests.halves import Place, adjacent, drawn, late, rewritten, some, zero_bubble
 from tests.sampling import every

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from op_registry.builtin._dims import whole
+from op_registry.builtin._name_and_broadcast_dims import whole
 
 from verify.evidence.smt.element_arithmetic import Element, Numbers
 from verify.evidence.smt.semantics.element_arrays import Array, Given, Rule, array, each

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from op_registry.call import DType, map_leaves
+from op_registry.infer_torch_schema import schema_of
 from op_registry.rank_expression import Expression
 from op_registry.registry import default_registry
-from op_registry.torch_schema import schema_of
 
 from nnscaler.runtime import ops
 from nnscaler.runtime.communication import differentiable_collectives as comm

@@ -22,8 +22,23 @@ from nnscaler.tracing import Traced
 from nnscaler.transform.plan import SplitStep
 from verify.child_processes import Died, Done, Raised, TimedOut, run_tasks
 from verify.evidence.inputs.concrete_call import function_of, with_tensors
-from verify.operators.unannotated.calls import Form, Missing, find_missing, forms, places, record, tensors_of
-from verify.operators.unannotated.suggest import Advice, NoStub, Stub, advise, annotation_of, write_stub
+from verify.operators.unannotated.find_unannotated_calls import (
+    Form,
+    Missing,
+    find_missing,
+    forms,
+    places,
+    record,
+    tensors_of,
+)
+from verify.operators.unannotated.widest_annotation_for_all_calls import (
+    Advice,
+    NoStub,
+    Stub,
+    advise,
+    annotation_of,
+    write_stub,
+)
 from verify.results.styled_line import Style, StyledLine, plain, style_of
 
 # Estimate the cost of missing annotations: the share of matmul FLOPs that tensor parallelism divides, with and

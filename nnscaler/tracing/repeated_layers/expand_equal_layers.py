@@ -13,13 +13,13 @@ from op_registry.call import dtype_name
 from nnscaler.errors import NnscalerError, few
 from nnscaler.ir.graph import LogicalTensor, Operation, Slot
 from nnscaler.tracing.canonical_graph import canonical, with_names
-from nnscaler.tracing.export.importer import import_program
+from nnscaler.tracing.export.import_exported_program import import_program
 from nnscaler.tracing.export.loss_module import LossModule
 from nnscaler.tracing.export.run_export import Exported, export_loss
 from nnscaler.tracing.graph_builder import RawGraph
-from nnscaler.tracing.repeated_layers.active_call import repeated_layers
 from nnscaler.tracing.repeated_layers.call_record import CannotStitch
 from nnscaler.tracing.repeated_layers.follow_calls import NAMESPACE, Calls, LayerCall, following
+from nnscaler.tracing.repeated_layers.repeated_call_under_way import repeated_layers
 from nnscaler.tracing.strided_views import name_windows
 
 STORED = ("parameter", "buffer")

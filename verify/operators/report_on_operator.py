@@ -13,7 +13,7 @@ from op_registry.spec import OperatorSpec
 
 from nnscaler.ir.placement import Split
 from verify.evidence.oracle.case_runner import CaseResult, OperatorRunner
-from verify.evidence.oracle.findings import wrong
+from verify.evidence.oracle.findings_from_counter_examples import wrong
 from verify.evidence.verify_op_options import OpOptions
 from verify.operators.all_checks import Reproduce, Verification, verify_record
 from verify.operators.suggest.ask_oracle import add_derived, claims_hold, with_annotation

@@ -14,8 +14,8 @@ from torch._library.custom_ops import OPDEFS
 
 from op_registry.annotation.parser import parse
 from op_registry.call import Call, DType, TensorArgument
+from op_registry.infer_torch_schema import SchemaError, infer_schema
 from op_registry.spec import AnnotationFunction, OperatorSpec
-from op_registry.torch_schema import SchemaError, infer_schema
 
 from nnscaler.error_text import first_line, in_one_line
 from nnscaler.errors import AnnotationError, NnscalerError
@@ -23,8 +23,8 @@ from nnscaler.is_user_file import is_installed
 from verify.evidence.inputs.concrete_call import function_of
 from verify.operators.suggest.ask_oracle import report_on, with_annotation
 from verify.operators.suggest.call_template import make_question
-from verify.operators.suggest.infer import Suggestion, infer_annotation
-from verify.operators.unannotated.calls import Form, Missing, shown
+from verify.operators.suggest.infer_widest_annotation import Suggestion, infer_annotation
+from verify.operators.unannotated.find_unannotated_calls import Form, Missing, shown
 from verify.results.verdict import Verdict, merge
 
 Gradient = Literal["derivative", "custom"]

@@ -14,13 +14,13 @@ from fractions import Fraction
 from importlib.metadata import version
 from math import floor, gcd, isfinite, lcm
 
-from nnscaler.scheduling.search.bound import SLACK, ScheduleBound, bound_of, check_memory
 from nnscaler.scheduling.search.exact_state_search import search_states
 from nnscaler.scheduling.search.found_schedule import FoundSchedule, PeriodProof, ScheduleCertificate, violations
 from nnscaler.scheduling.search.job_shop_graph import Shop, Starts, orders_of, peaks_of, sequences, shop_of
 from nnscaler.scheduling.search.list_scheduling import Portfolio, settled
 from nnscaler.scheduling.search.problem import ScheduleProblem
 from nnscaler.scheduling.search.repetends import SEED, longer_step, search_repetend
+from nnscaler.scheduling.search.schedule_lower_bounds import SLACK, ScheduleBound, bound_of, check_memory
 
 COARSEST = 4  # units in the work of the busiest device: with fewer, times say nothing
 
