@@ -12,6 +12,7 @@ from torch import Tensor
 from op_registry.samples import SAMPLES, Sample, replace_tensors
 
 from nnscaler.runtime.communication.communicator import ProgramError
+from tests.sampling import every
 from verify.evidence.oracle.size_checked_kernels import CheckedKernels, runs_checked
 
 aten = torch.ops.aten
@@ -30,6 +31,17 @@ def test_attention_of_more_or_fewer_values_than_keys(call: Attention, keys: int,
     whole = torch.randn(2, 3, 7, 8)  # the rows that a slice lacks are where the kernel would look for them
     with CheckedKernels(), pytest.raises(ProgramError, match=f"{keys} keys and {values} values"):
         call(whole, whole[:, :, :keys], whole[:, :, :values])
+
+
+@pytest.mark.parametrize("call", every(4, CALLS.values()), ids=CALLS)
+def test_attention_in_a_graph_of_torch_compile(call: Attention) -> None:
+    """Where nothing is wrong the checks end no graph, or `verify-plan --compile` would verify another program."""
+    whole = torch.randn(2, 3, 7, 8)
+    compiled = torch.compile(lambda q, k, v: 2 * call(q, k, v), backend="eager", fullgraph=True)
+    with CheckedKernels():
+        assert torch.equal(compiled(whole, whole, whole), 2 * call(whole, whole, whole))
+        with pytest.raises(ProgramError, match="4 keys and 7 values"):
+            torch.compile(lambda q, k, v: 2 * call(q, k, v), backend="eager")(whole, whole[:, :, :4], whole)
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
