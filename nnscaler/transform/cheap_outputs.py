@@ -7,7 +7,7 @@ both does it. The product itself is not run again, since backward reads what goe
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from op_registry.registry import facts_of
@@ -22,14 +22,23 @@ class CheapOutputs:
     """What cheap operations make, one after the other, for a product that comes after them.
 
     operations  their names, and that of the product
+    first       the place of the first one among the graph's operations
+    borrowed    tensors that they read, and none of them keeps: others do, in the layout that they read them in
     """
 
     operations: tuple[str, ...]
+    first: int
+    borrowed: frozenset[str]
 
     @property
     def again(self) -> tuple[str, ...]:
         """The operations that backward runs again."""
         return self.operations[:-1]
+
+    @property
+    def places(self) -> range:
+        """Their places among the graph's operations."""
+        return range(self.first, self.first + len(self.operations))
 
 
 def start_of_cheap(
@@ -83,12 +92,18 @@ def cheap_outputs(
         for start in range(start_of_cheap(operations, readers, end, signatures), end):
             inside = graph.operations[start : end + 1]
             made = {name for one in inside[:-1] for name in one.outputs if name is not None}
-            read = {base.get(name, name) for one in inside for name in one.inputs if name not in made}
-            needed = {name for name in read if graph.tensors[name].role == "activation"}
+            read = {name for one in inside for name in one.inputs if graph.tensors[name].role == "activation"} - made
+            needed = {base.get(name, name) for name in read}
             if needed <= keeps and not made.isdisjoint(keeps):
-                found.append(CheapOutputs(tuple(one.name for one in inside)))
+                own = {name for one in inside for name in _kept_by(graph, one, signatures[one.name])}
+                found.append(CheapOutputs(tuple(one.name for one in inside), start, frozenset(read - own)))
                 break
     return tuple(found)
+
+
+def _kept_by(graph: Graph, op: Operation, signature: Signature) -> Iterator[str]:
+    grads = [graph.tensors[name].needs_grad for name in op.inputs]
+    return (op.inputs[slot] for slot in kept_slots(op.operator, signature.linear, grads))
 
 
 def _is_product(graph: Graph, op: Operation, signature: Signature) -> bool:

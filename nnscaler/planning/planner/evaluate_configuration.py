@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
+
+from op_registry.registry import facts_of
 
 from nnscaler.planning.constraints.kinds import Constraint
 from nnscaler.planning.cost.collectives import seconds_per_byte
@@ -204,18 +206,31 @@ def _with(
 
 def _with_cheap_outputs(subject: PlanningCache, found: Evaluated, memory: float) -> Evaluated:
     """Let backward compute cheap outputs again, those that save most for their seconds first, until each rank keeps
-    within `memory` bytes, as far as there are any; then none of them that is not needed for that."""
-    some = subject.constraint.permits(replace(found.configuration, recompute=None))
-    left = _free_outputs(found, subject) if some and found.memory > memory else []
-    gains = {one: saved_by(subject, found.tables, found.choices, one)[:2] for one in left}
+    within `memory` bytes, as far as there are any; then none of them that is not needed for that.
+
+    Where backwards run in halves, W keeps what I has computed again, so that less may be saved than is estimated: only
+    the first stage is lightened there, which runs all of it in W.
+    """
+    c = found.configuration
+    if found.memory <= memory or not subject.constraint.permits(replace(c, recompute=None)):
+        return found
+    stages = [
+        (stage.items, device)
+        for number, (stage, device) in enumerate(zip(found.stages, c.stage_devices, strict=True))
+        if not number or not c.figures.in_halves(device, c.chunks)
+    ]
+    left = [one for one in _free_outputs(found, subject) if _within_one(subject, one, [items for items, _ in stages])]
+    lightest = _recomputing(subject, found, tuple(left))
+    if lightest.memory > memory:
+        return lightest
+    gains = {one: saved_by(found.tables, found.choices, one) for one in left}
     left.sort(key=lambda one: gains[one][1] / max(gains[one][0], 1.0))
     while found.memory > memory:
-        held = by_device(found.configuration, [stage.memory for stage in found.stages])
-        devices = zip(found.stages, found.configuration.stage_devices, strict=True)
-        over = [stage.items for stage, device in devices if held[device] > memory]
+        held = by_device(c, [stage.memory for stage in found.stages])
+        over = [items for items, device in stages if held[device] > memory]
         best = next((one for one in left if _within_one(subject, one, over)), None)
-        if best is None:
-            return found
+        if best is None:  # by rounding alone
+            return lightest
         left.remove(best)
         found = _recomputing(subject, found, (*found.again.outputs, best))
     for one in sorted(found.again.outputs, key=lambda one: -gains[one][1]):
@@ -232,15 +247,22 @@ def _recomputing(subject: PlanningCache, found: Evaluated, outputs: tuple[CheapO
 
 
 def _free_outputs(found: Evaluated, subject: PlanningCache) -> list[CheapOutputs]:
-    """Return the cheap outputs that no conversion goes from or to."""
-    tables, choices = found.tables, found.choices
+    """Return the cheap outputs that no conversion goes from, nor from what is kept for others: they may read it in
+    another layout than is kept."""
+    tables, choices, graph = found.tables, found.choices, subject.graph
     costly = {tables.names[first] for first, second, table in tables.edges if table[choices[first], choices[second]]}
-    by_name = subject.graph.by_name
-    return [
-        one
-        for one in subject.activations.cheap
-        if costly.isdisjoint({*one.again, *(name for op in one.again for name in by_name[op].outputs)})
-    ]
+
+    def names(one: CheapOutputs) -> Iterator[str]:
+        yield from one.again
+        yield from (name or "" for op in one.again for name in graph.by_name[op].outputs)
+        for name in one.borrowed:
+            while (made := graph.producers.get(name)) is not None:
+                yield from (name, made.name)
+                if not facts_of(made.operator).view:
+                    break
+                name = made.inputs[0]
+
+    return [one for one in subject.activations.cheap if costly.isdisjoint(names(one))]
 
 
 def _within_one(subject: PlanningCache, one: CheapOutputs, stages: Sequence[tuple[int, int]]) -> bool:
