@@ -7,12 +7,12 @@ both does it. The product itself is not run again, since backward reads what goe
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from op_registry.registry import facts_of
 
-from nnscaler.ir.gradient_flow import KeptTensor, kept_slots, reads_alone, records, viewed
+from nnscaler.ir.gradient_flow import KeptTensor, kept_by, reads_alone, records, viewed
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.operation_annotations import Signature
 
@@ -23,12 +23,10 @@ class CheapOutputs:
 
     operations  their names, and that of the product
     first       the place of the first one among the graph's operations
-    borrowed    tensors that they read, and none of them keeps: others do, in the layout that they read them in
     """
 
     operations: tuple[str, ...]
     first: int
-    borrowed: frozenset[str]
 
     @property
     def again(self) -> tuple[str, ...]:
@@ -92,20 +90,13 @@ def cheap_outputs(
         for start in range(start_of_cheap(operations, readers, end, signatures), end):
             inside = graph.operations[start : end + 1]
             made = {name for one in inside[:-1] for name in one.outputs if name is not None}
-            read = {name for one in inside for name in one.inputs if graph.tensors[name].role == "activation"} - made
-            needed = {base.get(name, name) for name in read}
+            read = {base.get(name, name) for one in inside for name in one.inputs if name not in made}
+            needed = {name for name in read if graph.tensors[name].role == "activation"}
             if needed <= keeps and not made.isdisjoint(keeps):
-                own = {name for one in inside for name in _kept_by(graph, one, signatures[one.name])}
-                found.append(CheapOutputs(tuple(one.name for one in inside), start, frozenset(read - own)))
+                found.append(CheapOutputs(tuple(one.name for one in inside), start))
                 break
     return tuple(found)
 
 
-def _kept_by(graph: Graph, op: Operation, signature: Signature) -> Iterator[str]:
-    grads = [graph.tensors[name].needs_grad for name in op.inputs]
-    return (op.inputs[slot] for slot in kept_slots(op.operator, signature.linear, grads))
-
-
 def _is_product(graph: Graph, op: Operation, signature: Signature) -> bool:
-    grads = [graph.tensors[name].needs_grad for name in op.inputs]
-    return reads_alone(kept_slots(op.operator, signature.linear, grads), signature.linear, len(op.inputs))
+    return reads_alone(kept_by(graph, op, signature), signature.linear, len(op.inputs))

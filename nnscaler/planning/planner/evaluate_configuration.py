@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 
-from op_registry.registry import facts_of
-
+from nnscaler.ir.gradient_flow import kept_by
+from nnscaler.ir.graph import Operation
 from nnscaler.planning.constraints.kinds import Constraint
 from nnscaler.planning.cost.collectives import seconds_per_byte
 from nnscaler.planning.parallel_configurations import Configuration
@@ -247,22 +247,26 @@ def _recomputing(subject: PlanningCache, found: Evaluated, outputs: tuple[CheapO
 
 
 def _free_outputs(found: Evaluated, subject: PlanningCache) -> list[CheapOutputs]:
-    """Return the cheap outputs that no conversion goes from, nor from what is kept for others: they may read it in
-    another layout than is kept."""
-    tables, choices, graph = found.tables, found.choices, subject.graph
-    costly = {tables.names[first] for first, second, table in tables.edges if table[choices[first], choices[second]]}
+    """Return the cheap outputs that are read as they are made, and read what others keep as these keep it."""
+    graph, tables = subject.graph, found.tables
+    nodes = zip(tables.strategies, found.choices, strict=False)  # of operations, which come first
+    chosen = {name: tables.strategies[name][choice] for name, choice in nodes}
 
-    def names(one: CheapOutputs) -> Iterator[str]:
-        yield from one.again
-        yield from (name or "" for op in one.again for name in graph.by_name[op].outputs)
-        for name in one.borrowed:
-            while (made := graph.producers.get(name)) is not None:
-                yield from (name, made.name)
-                if not facts_of(made.operator).view:
-                    break
-                name = made.inputs[0]
+    def keeps(op: Operation, slot: int, one: CheapOutputs) -> bool:
+        earlier = subject.items[op.name] <= subject.items[one.operations[0]]  # as one that is later may be on a stage
+        return earlier and slot in kept_by(graph, op, subject.signatures[op.name])
 
-    return [one for one in subject.activations.cheap if costly.isdisjoint(names(one))]
+    def alike(one: CheapOutputs, op: Operation, slot: int) -> bool:
+        name, need = op.inputs[slot], chosen[op.name].needs[slot]
+        made = graph.producers.get(name)
+        if made is not None and made.name in one.again:
+            return chosen[made.name].makes[made.outputs.index(name)] == need
+        if made is None or slot in kept_by(graph, op, subject.signatures[op.name]):
+            return True
+        return any(chosen[o.name].needs[i] == need and keeps(o, i, one) for o, i in graph.consumers[name])
+
+    inside = ((one, [graph.by_name[name] for name in one.operations]) for one in subject.activations.cheap)
+    return [one for one, ops in inside if all(alike(one, op, i) for op in ops for i in range(len(op.inputs)))]
 
 
 def _within_one(subject: PlanningCache, one: CheapOutputs, stages: Sequence[tuple[int, int]]) -> bool:
