@@ -72,9 +72,13 @@ def cheap_outputs(
     """Return, for each product of a graph, the longest run of cheap operations before it that read what is kept
     anyway, where less is kept if they run again.
 
+    There are none where the model checkpoints calls of its own: steps for some others would stand in the place of those.
+
     kept  by operation, what is kept for it and for no earlier one
     """
-    operations = [op if op.region.recompute is None and records(graph, op) else None for op in graph.operations]
+    if any(op.region.recompute is not None for op in graph.operations):
+        return ()
+    operations = [op if records(graph, op) else None for op in graph.operations]
     at = {op.name: i for i, op in enumerate(graph.operations)}
     readers = [
         {at[user.name] for name in op.outputs if name is not None for user, _ in graph.consumers[name]}
