@@ -72,7 +72,7 @@ def cheap_outputs(
     """Return, for each product of a graph, the longest run of cheap operations before it that read what is kept
     anyway, where less is kept if they run again.
 
-    There are none where the model checkpoints calls of its own: steps for some others would stand in the place of those.
+    There are none where the model checkpoints calls of its own: steps for others would stand in the place of those.
 
     kept  by operation, what is kept for it and for no earlier one
     """
