@@ -21,8 +21,10 @@ def states() -> States:
 
 def python_states() -> States:
     """Return the states of Python's generators: a program has none of them."""
-    numpy = sys.modules.get("numpy")
-    return {"random": random.getstate()} | ({} if numpy is None else {"numpy.random": numpy.random.get_state()})
+    numpy, found = sys.modules.get("numpy"), {"random": random.getstate()}
+    if numpy is not None:  # its legacy form warns of generators of another kind than the usual one
+        found["numpy.random"] = numpy.random.get_state(legacy=False)
+    return found
 
 
 def set_states(found: States) -> None:

@@ -50,6 +50,12 @@ def kept_slots(operator: str, linear: Collection[Collection[int]], needs_grad: S
     )
 
 
+def kept_by(graph: Graph, op: Operation, signature: Signature) -> tuple[int, ...]:
+    """Return the inputs of an operation whose values backward reads; none of one that records no gradient."""
+    grads = [graph.tensors[name].needs_grad for name in op.inputs]
+    return kept_slots(op.operator, signature.linear, grads) if records(graph, op) else ()
+
+
 def reads_alone(kept: Collection[int], linear: Collection[Collection[int]], inputs: int) -> bool:
     """Return whether an operation is linear in each of its inputs, so that its backward reads those alone.
 
@@ -90,8 +96,7 @@ def first_kept(graph: Graph, signatures: Mapping[str, Signature]) -> dict[str, t
     found: dict[str, tuple[KeptTensor, ...]] = {}
     for op in graph.operations:
         kept = []
-        grads = [graph.tensors[name].needs_grad for name in op.inputs]
-        for slot in kept_slots(op.operator, signatures[op.name].linear, grads) if records(graph, op) else ():
+        for slot in kept_by(graph, op, signatures[op.name]):
             whole = base.get(op.inputs[slot], op.inputs[slot])
             if graph.tensors[whole].role in ("activation", "input") and whole not in seen:
                 seen.add(whole)

@@ -12,10 +12,11 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nnscaler.errors import NnscalerError
+from nnscaler.runtime.nested_values import tensors_in
 from nnscaler.tracing.export.user_source_locations import location_of_frames
 from nnscaler.tracing.graph_builder import storage_of
 
@@ -74,8 +75,9 @@ class _Kept(TorchDispatchMode):
         given.update(kwargs or {})
         for argument in func._schema.arguments:
             value = given.get(argument.name)
-            if argument.is_write and isinstance(value, Tensor):
-                self._check(storage_of(value))
+            for tensor in tensors_in(value) if argument.is_write else ():  # `torch._foreach_add_` writes to several
+                if tensor.layout == torch.strided:
+                    self._check(storage_of(tensor))
         return func(*args, **(kwargs or {}))
 
     def _check(self, written: int) -> None:

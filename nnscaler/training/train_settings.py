@@ -7,10 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    pass  # that of the user's optimizer: what may be set is listed without it
+from typing import Any
 
 Code = str | Callable[..., Any]  # a function or class: named in a file of settings, itself in Python
 

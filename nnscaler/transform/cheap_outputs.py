@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from op_registry.registry import facts_of
 
-from nnscaler.ir.gradient_flow import KeptTensor, kept_slots, reads_alone, records, viewed
+from nnscaler.ir.gradient_flow import KeptTensor, kept_by, reads_alone, records, viewed
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.operation_annotations import Signature
 
@@ -22,14 +22,21 @@ class CheapOutputs:
     """What cheap operations make, one after the other, for a product that comes after them.
 
     operations  their names, and that of the product
+    first       the place of the first one among the graph's operations
     """
 
     operations: tuple[str, ...]
+    first: int
 
     @property
     def again(self) -> tuple[str, ...]:
         """The operations that backward runs again."""
         return self.operations[:-1]
+
+    @property
+    def places(self) -> range:
+        """Their places among the graph's operations."""
+        return range(self.first, self.first + len(self.operations))
 
 
 def start_of_cheap(
@@ -65,9 +72,13 @@ def cheap_outputs(
     """Return, for each product of a graph, the longest run of cheap operations before it that read what is kept
     anyway, where less is kept if they run again.
 
+    There are none where the model checkpoints calls of its own: steps for others would stand in the place of those.
+
     kept  by operation, what is kept for it and for no earlier one
     """
-    operations = [op if op.region.recompute is None and records(graph, op) else None for op in graph.operations]
+    if any(op.region.recompute is not None for op in graph.operations):
+        return ()
+    operations = [op if records(graph, op) else None for op in graph.operations]
     at = {op.name: i for i, op in enumerate(graph.operations)}
     readers = [
         {at[user.name] for name in op.outputs if name is not None for user, _ in graph.consumers[name]}
@@ -86,11 +97,10 @@ def cheap_outputs(
             read = {base.get(name, name) for one in inside for name in one.inputs if name not in made}
             needed = {name for name in read if graph.tensors[name].role == "activation"}
             if needed <= keeps and not made.isdisjoint(keeps):
-                found.append(CheapOutputs(tuple(one.name for one in inside)))
+                found.append(CheapOutputs(tuple(one.name for one in inside), start))
                 break
     return tuple(found)
 
 
 def _is_product(graph: Graph, op: Operation, signature: Signature) -> bool:
-    grads = [graph.tensors[name].needs_grad for name in op.inputs]
-    return reads_alone(kept_slots(op.operator, signature.linear, grads), signature.linear, len(op.inputs))
+    return reads_alone(kept_by(graph, op, signature), signature.linear, len(op.inputs))

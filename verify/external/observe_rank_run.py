@@ -123,8 +123,8 @@ def observe(
             with watch_redistributions(moves.append if number == 0 else lambda move: None):
                 rows = rows_of(program, reference, rank, number)
                 steps.append(_with_copies(_step(program, made, optimizers, rows, number), held_alone))
-        states = (state for one in optimizers for state in getattr(one, "state", {}).values())
-        held = sum(_bytes(value) for state in states for value in state.values())
+        states = (getattr(one, "state", None) for one in optimizers)  # by tensor, of an optimizer of torch
+        held = sum(map(_bytes, tensors_in([list(s.values()) for s in states if isinstance(s, Mapping)])))
         placed = dict(_placed(tensor for _, tensor, _ in tensors_of_program(made, program)))
         resting = [name or type(module).__name__ for name, module in _named_modules(made) if not module.training]
     pieces = (*pieces, *(p for p in filled if any(step.gradients[p.local] is not None for step in steps)))
@@ -143,9 +143,7 @@ def _named_modules(made: Any) -> Iterator[tuple[str, nn.Module]]:
         yield from part.named_modules()
 
 
-def _bytes(value: object) -> int:
-    if not isinstance(value, Tensor):
-        return 0
+def _bytes(value: Tensor) -> int:
     local = local_value(value)
     return local.numel() * local.element_size()
 

@@ -98,9 +98,10 @@ def item_numbers(
     if not subject.blocks:
         return {**total, "sent": total["handed"]}
     for one in again.outputs:  # while one is there once more, what was kept for what comes after it is gone
-        saved, seconds, item = saved_by(subject, tables, choices, one)
-        total["kept"][item] -= saved
-        total["backward"][item] += seconds
+        for node in one.places:
+            where = "kept" if tables.groups[node] >= 0 else "outside"
+            total[where][items[node]] -= tables.columns[node].cheap[choices[node]]
+        total["backward"][items[one.places[-1]]] += saved_by(tables, choices, one)[1]
     sent = np.zeros(count)
     for columns, choice, item, last in zip(tables.columns, choices, items, _last_items(subject, tables), strict=True):
         sent[item:last] += columns.handed[choice]
@@ -152,12 +153,7 @@ def send_seconds(cost: CostModel, c: Configuration, size: float) -> float:
     return cost.collective("send", size, c.places[PP])
 
 
-def saved_by(
-    subject: PlanningCache, tables: Tables, choices: Sequence[int], one: CheapOutputs
-) -> tuple[float, float, int]:
-    """Return the bytes of a micro-batch that need not be kept, the seconds for it, and the item of the product."""
-    at = {op.name: node for node, op in enumerate(subject.graph.operations)}  # in tables of the whole graph
-    nodes = [at[name] for name in one.operations]
-    saved = sum(float(tables.columns[node].cheap[choices[node]]) for node in nodes)
-    seconds = sum(float(tables.columns[node].forward[choices[node]]) for node in nodes[:-1])
-    return saved, seconds, subject.items[one.operations[-1]]
+def saved_by(tables: Tables, choices: Sequence[int], one: CheapOutputs) -> tuple[float, float]:
+    """Return the bytes of a micro-batch that need not be kept, and the seconds for it. `tables`: of the whole graph."""
+    saved = sum(float(tables.columns[node].cheap[choices[node]]) for node in one.places)
+    return saved, sum(float(tables.columns[node].forward[choices[node]]) for node in one.places[:-1])

@@ -8,6 +8,8 @@ from itertools import pairwise
 
 import numpy as np
 
+from nnscaler.ir.gradient_flow import kept_by
+from nnscaler.ir.graph import Operation
 from nnscaler.planning.constraints.size_and_choice_constraints import Constraint
 from nnscaler.planning.cost.collectives import seconds_per_byte
 from nnscaler.planning.parallel_configurations import Configuration
@@ -204,18 +206,31 @@ def _with(
 
 def _with_cheap_outputs(subject: PlanningCache, found: Evaluated, memory: float) -> Evaluated:
     """Let backward compute cheap outputs again, those that save most for their seconds first, until each rank keeps
-    within `memory` bytes, as far as there are any; then none of them that is not needed for that."""
-    some = subject.constraint.permits(replace(found.configuration, recompute=None))
-    left = _free_outputs(found, subject) if some and found.memory > memory else []
-    gains = {one: saved_by(subject, found.tables, found.choices, one)[:2] for one in left}
+    within `memory` bytes, as far as there are any; then none of them that is not needed for that.
+
+    Where backwards run in halves, W keeps what I has computed again, so that less may be saved than is estimated: only
+    the first stage is lightened there, which runs all of it in W.
+    """
+    c = found.configuration
+    if found.memory <= memory or not subject.constraint.permits(replace(c, recompute=None)):
+        return found
+    stages = [
+        (stage.items, device)
+        for number, (stage, device) in enumerate(zip(found.stages, c.stage_devices, strict=True))
+        if not number or not c.figures.in_halves(device, c.chunks)
+    ]
+    left = [one for one in _free_outputs(found, subject) if _within_one(subject, one, [items for items, _ in stages])]
+    lightest = _recomputing(subject, found, tuple(left))
+    if lightest.memory > memory:
+        return lightest
+    gains = {one: saved_by(found.tables, found.choices, one) for one in left}
     left.sort(key=lambda one: gains[one][1] / max(gains[one][0], 1.0))
     while found.memory > memory:
-        held = by_device(found.configuration, [stage.memory for stage in found.stages])
-        devices = zip(found.stages, found.configuration.stage_devices, strict=True)
-        over = [stage.items for stage, device in devices if held[device] > memory]
+        held = by_device(c, [stage.memory for stage in found.stages])
+        over = [items for items, device in stages if held[device] > memory]
         best = next((one for one in left if _within_one(subject, one, over)), None)
-        if best is None:
-            return found
+        if best is None:  # by rounding alone
+            return lightest
         left.remove(best)
         found = _recomputing(subject, found, (*found.again.outputs, best))
     for one in sorted(found.again.outputs, key=lambda one: -gains[one][1]):
@@ -232,15 +247,26 @@ def _recomputing(subject: PlanningCache, found: Evaluated, outputs: tuple[CheapO
 
 
 def _free_outputs(found: Evaluated, subject: PlanningCache) -> list[CheapOutputs]:
-    """Return the cheap outputs that no conversion goes from or to."""
-    tables, choices = found.tables, found.choices
-    costly = {tables.names[first] for first, second, table in tables.edges if table[choices[first], choices[second]]}
-    by_name = subject.graph.by_name
-    return [
-        one
-        for one in subject.activations.cheap
-        if costly.isdisjoint({*one.again, *(name for op in one.again for name in by_name[op].outputs)})
-    ]
+    """Return the cheap outputs that are read as they are made, and read what others keep as these keep it."""
+    graph, tables = subject.graph, found.tables
+    nodes = zip(tables.strategies, found.choices, strict=False)  # of operations, which come first
+    chosen = {name: tables.strategies[name][choice] for name, choice in nodes}
+
+    def keeps(op: Operation, slot: int, one: CheapOutputs) -> bool:
+        earlier = subject.items[op.name] <= subject.items[one.operations[0]]  # as one that is later may be on a stage
+        return earlier and slot in kept_by(graph, op, subject.signatures[op.name])
+
+    def alike(one: CheapOutputs, op: Operation, slot: int) -> bool:
+        name, need = op.inputs[slot], chosen[op.name].needs[slot]
+        made = graph.producers.get(name)
+        if made is not None and made.name in one.again:
+            return chosen[made.name].makes[made.outputs.index(name)] == need
+        if made is None or slot in kept_by(graph, op, subject.signatures[op.name]):
+            return True
+        return any(chosen[o.name].needs[i] == need and keeps(o, i, one) for o, i in graph.consumers[name])
+
+    inside = ((one, [graph.by_name[name] for name in one.operations]) for one in subject.activations.cheap)
+    return [one for one, ops in inside if all(alike(one, op, i) for op in ops for i in range(len(op.inputs)))]
 
 
 def _within_one(subject: PlanningCache, one: CheapOutputs, stages: Sequence[tuple[int, int]]) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nnscaler.ir.gradient_flow import kept_slots, records
+from nnscaler.ir.gradient_flow import kept_by, records
 from nnscaler.ir.graph import Graph, LogicalTensor, Operation, element_bytes
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.ring_rotation_calls import as_computed, circulation
@@ -285,9 +285,7 @@ class TableBuilder:
         return (forward, backward + twice, once, resting, kept, handed, arriving, twice, gathered, cheap), sums
 
     def _kept_slots(self, op: Operation) -> tuple[int, ...]:
-        """Return the inputs that backward reads."""
-        grads = [records(self.graph, op) and self.graph.tensors[name].needs_grad for name in op.inputs]
-        return tuple(kept_slots(op.operator, self.signatures[op.name].linear, grads))
+        return kept_by(self.graph, op, self.signatures[op.name])
 
     def _of_tensor(self, tensor: LogicalTensor, layouts: tuple[Layout, ...]) -> Columns:
         producer = self.graph.producers.get(tensor.name)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.gradient_flow import KeptTensor, first_kept, kept_slots, records
+from nnscaler.ir.gradient_flow import KeptTensor, first_kept, kept_by
 from nnscaler.ir.graph import HALF, Graph, Operation, element_bytes, gradient_dtype
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.transform.cheap_outputs import CheapOutputs, cheap_outputs
@@ -106,10 +106,7 @@ class Kept:
 
 def read_back(graph: Graph, signatures: Mapping[str, Signature]) -> frozenset[str]:
     """Return the parameters that the backward of some operation reads."""
-    found: set[str] = set()
-    for op in graph.operations:
-        grads = [records(graph, op) and graph.tensors[name].needs_grad for name in op.inputs]
-        found.update(op.inputs[slot] for slot in kept_slots(op.operator, signatures[op.name].linear, grads))
+    found = {op.inputs[slot] for op in graph.operations for slot in kept_by(graph, op, signatures[op.name])}
     return frozenset(name for name in found if graph.tensors[name].role == "parameter")
 
 

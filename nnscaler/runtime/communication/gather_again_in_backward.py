@@ -17,6 +17,10 @@ from torch.fx import Graph, GraphModule, Node
 
 Pass = Callable[[GraphModule, Any], GraphModule]
 
+# The version of what is done here, to be raised with it: torch finds a graph that it has kept by what its operators are
+# given, and does not look at how it was changed. Ranks with graphs of two versions would make other calls.
+GATHERS_AGAIN = 1
+
 _COPIES = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 
 
@@ -43,12 +47,12 @@ def gather_again(graph: Graph) -> int:
     """Let backward gather what it reads, in a graph of forward and backward, where the gathers say so. Return how many
     it got. What has one dim is not worth a call."""
     token = next((n for n in graph.nodes if n.op == "placeholder" and n.name.startswith("tangents_token")), None)
-    if token is None:  # no effects in backward
-        return 0
-    _to_front(graph, token)
     backward = _reached_from(n for n in graph.nodes if n.op == "placeholder" and n.name.startswith("tangents"))
     gather = torch.ops.nnscaler.gather_parameter.default
-    effects = [n for n in graph.nodes if n not in backward and _effect_of(n) is gather and n.args[-1] is True]
+    effects = [n for n in graph.nodes if n not in backward and _effect_of(n) is gather and n.args[-1] == GATHERS_AGAIN]
+    if token is None or not effects:  # backward has no effects, or the graph is of other code
+        return 0
+    _to_front(graph, token)
     wholes = {n: _result(n, 1) for n in effects}
     origins = {
         view: (effect, whole)
@@ -121,12 +125,12 @@ def _result(effect: Node, index: int) -> Node | None:
 
 
 def _reached_from(nodes: Iterator[Node]) -> Mapping[Node, None]:
-    """Return the nodes, and all that read what they make."""
+    """Return the nodes, and all that read what they make; but not the output, which has results of forward too."""
     found = dict.fromkeys(nodes)
     waiting = list(found)
     while waiting:
         for user in waiting.pop().users:
-            if user not in found:
+            if user not in found and user.op != "output":
                 found[user] = None
                 waiting.append(user)
     return found

@@ -70,7 +70,8 @@ class KnownValues(TorchFunctionMode):
             args = (args[0], self._by_number(args[1]))
         elif (first := _SIZED.get(func)) is not None:
             args = (*args[:first], *map(self._plain_number, args[first:]))
-            kwargs = {name: self._plain_number(value) for name, value in (kwargs or {}).items()}
+            sizes = {name: value for name, value in (kwargs or {}).items() if name != "input"}
+            kwargs = {**(kwargs or {}), **{name: self._plain_number(value) for name, value in sizes.items()}}
         return func(*args, **(kwargs or {}))
 
     def _places(self, tensor: Any) -> tuple[Tensor, ...] | None:

@@ -15,9 +15,12 @@ from op_registry.registry import facts_of
 
 import nnscaler
 from nnscaler.ir.gradient_flow import first_kept
+from nnscaler.ir.graph import Operation
 from nnscaler.ir.operation_annotations import signatures
+from nnscaler.ir.placement import Choice, Split
 from nnscaler.planning.cluster.description import load_cluster
 from nnscaler.planning.constraints import all_of, sizes
+from nnscaler.planning.constraints.kinds import Constraint
 from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.parallel_configurations import Configuration
 from nnscaler.planning.planner.evaluate_configuration import evaluate
@@ -58,6 +61,17 @@ class Headed(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+class Stemmed(Headed):
+    """Begins with a cheap output outside of its layers."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__(again=again)
+        self.up, self.down = nn.Linear(16, 96), nn.Linear(96, 16)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return super().forward(self.down(F.gelu(self.up(x))), labels)
 
 
 def batch() -> dict[str, Tensor]:
@@ -111,6 +125,12 @@ def test_calls_that_the_model_checkpoints_stay_as_they_are() -> None:
     made = again(compiled(Headed(again=True), "pp=2,balanced=1"))
     assert made == again(compiled(Headed(again=True), "pp=2"))
     assert len(made) == 4
+    for own in (True, False):  # the planner has no steps beside them, in whose place none of these would be made
+        graph = trace(Stemmed(again=own), batch()).graph
+        known = dict(signatures(graph))
+        assert own is not any(
+            one.operations[0] == "gelu" for one in cheap_outputs(graph, known, first_kept(graph, known))
+        )
 
 
 def test_facts_of_operators_that_keep_their_result_are_torchs() -> None:
@@ -146,3 +166,45 @@ def test_the_planner_lets_them_run_again_in_the_memory_of_whole_layers() -> None
     assert steps and steps <= cheap
     report = verify_plan(Headed, batch(), ranks=2, plan=found.plan, steps=2)
     assert report.verdict.passes and report.checks, report
+
+
+class Borrows(nn.Module):
+    """What the sums read, the silu keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.side, self.down = nn.Linear(16, 64), nn.Linear(64, 16), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        return torch.mul(x, 2) + self.side(F.silu(h)) + self.down(torch.add(h, 1.0))
+
+
+class Borrowing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(Borrows(), Borrows(), Borrows())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_others_keep_in_another_layout_is_not_borrowed(whole: bool) -> None:
+    """The silu keeps half of `h` on each rank, and a sum that is whole reads all of it."""
+    graph = trace(Borrowing(), {"x": batch()["x"]}).graph
+    sums = {op.name for op in graph.operations if op.operator == "aten.add.Tensor" and len(op.inputs) == 1}
+
+    def allows(op: Operation, choice: Choice) -> bool:
+        if op.operator == "aten.silu.default":
+            return isinstance(choice, Split)
+        return not (whole and op.name in sums and isinstance(choice, Split))
+
+    cost = AnalyticCost(load_cluster("h100x8").scaled(4))
+    subject = PlanningCache(graph, dict(signatures(graph)), cost, Constraint("sums", allows=allows), within_layers=True)
+    c = Configuration(tp=2, pp=2, micro_batches=4, within_layers=True)
+    plenty = evaluate(subject, c, 1e12)
+    assert plenty is not None
+    found = evaluate(subject, c, 0.3 * plenty.memory)  # all that can be
+    assert found is not None
+    assert found.again.outputs and whole == sums.isdisjoint(n for one in found.again.outputs for n in one.operations)

@@ -189,6 +189,19 @@ def test_backward_gathers_again_what_is_frozen_too(
     assert sum(counts) >= 4, "what backward reads is kept"
 
 
+def test_graphs_of_other_code_stay_as_they_are() -> None:
+    graph, effects = torch.fx.Graph(), torch.ops.higher_order.with_effects
+    gradient, ordered = graph.placeholder("tangents_1"), torch.ops.nnscaler.hand_on.default
+    doubled = graph.call_function(torch.ops.aten.mul.Tensor, (gradient, 2))
+    first = graph.placeholder("tangents_token")  # where the first effect is met
+    second = graph.placeholder("tangents_token_1")  # of effects of another kind
+    for token in (first, second):
+        graph.call_function(effects, (token, ordered, doubled, 0, 0))
+    graph.output(())
+    before = [node.name for node in graph.nodes]
+    assert gather_again(graph) == 0 and [node.name for node in graph.nodes] == before
+
+
 @pytest.mark.long  # to make kernels takes half a minute
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=2", "dp=2,zero=3", "dp=2,shard=2,zero=3", "dp=2,tp=2"])
 def test_what_travels_is_no_memory_that_kernels_use_again(plan: str) -> None:

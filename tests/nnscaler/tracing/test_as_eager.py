@@ -157,6 +157,7 @@ SIZES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # h of [4, 6], sizes o
     "split": lambda h, n: h.split([rows * columns for rows, columns in ((n[0], n[1] - 1), (1, 3))], 1)[1].exp(),
     "reshape": lambda h, n: h.reshape(-1, n[0], n[1]).softmax(1),
     "slice": lambda h, n: h[:, n[1] : n.sum()].softmax(1),
+    "named": lambda h, n: h * torch.reshape(input=n.sum(), shape=(1,)) + torch.roll(input=h, shifts=n[1], dims=1),
     "new": lambda h, n: h[:, :3] * h.new_full((n[0],), 2.0) + torch.ones(4, n[0]),
 }
 

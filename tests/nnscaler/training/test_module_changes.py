@@ -229,16 +229,18 @@ def test_what_forward_changes_in_evaluation_mode_alone_is_told() -> None:
 class Merges(nn.Module):
     """A weight beside a product of low rank, which evaluation mode adds to it, as layers of LoRA do."""
 
-    def __init__(self, replaces: bool) -> None:
+    def __init__(self, how: str) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(6, 6), requires_grad=False)
         self.a, self.b = nn.Parameter(torch.randn(2, 6)), nn.Parameter(torch.randn(6, 2))
-        self.replaces, self.merged = replaces, False
+        self.how, self.merged = how, False
 
     def train(self, mode: bool = True) -> Merges:
         if not mode and not self.merged:
-            if self.replaces:
+            if self.how == "replaces":
                 self.weight = nn.Parameter(self.weight + self.b @ self.a)
+            elif self.how == "adds to several":
+                torch._foreach_add_([self.weight.data], [self.b @ self.a])
             else:
                 self.weight.data += self.b @ self.a
             self.merged = True
@@ -249,18 +251,18 @@ class Merges(nn.Module):
         return (x @ weight).square().mean()
 
 
-@pytest.mark.parametrize("replaces", [False, True])
-def test_evaluation_mode_that_changes_parameters_is_refused(replaces: bool) -> None:
+@pytest.mark.parametrize("how", ["adds", "adds to several", "replaces"])
+def test_evaluation_mode_that_changes_parameters_is_refused(how: str) -> None:
     """It would change the model's own, and not those that are trained."""
-    module, x = Merges(replaces), torch.randn(6, 6)
+    module, x = Merges(how), torch.randn(6, 6)
     weight = module.weight.detach().clone()
     engine = Engine(nnscaler.parallelize(module, {"x": x}, ranks=1))
     engine.step({"x": x})
     with pytest.raises(NnscalerError, match=r"`eval\(\)` of the model changes 'weight'") as raised:
         engine.evaluate({"x": x})
     assert "merge_weights=False" in raised.value.help
-    if not replaces:  # refused before it is written
-        assert raised.value.where is not None and "self.weight.data +=" in raised.value.where.text
+    if how != "replaces":  # refused before it is written
+        assert raised.value.where is not None and "self.weight.data" in raised.value.where.text
         assert torch.equal(module.weight, weight) and module.training and not module.merged
         engine.step({"x": x[:3]})
 

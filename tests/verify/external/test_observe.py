@@ -142,6 +142,7 @@ class _Around:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.param_groups = optimizer.param_groups
         self.step = optimizer.step
+        self.state = {"name": "around"}
 
     def zero_grad(self) -> None:
         for group in self.param_groups:

@@ -18,6 +18,7 @@ from nnscaler.planning.planner.evaluate_configuration import Evaluated, evaluate
 from nnscaler.planning.planner.find_plan import find_plan
 from nnscaler.planning.planner.planner_graph import PlanningCache
 from nnscaler.planning.sharding.parameter_and_activation_memory import MemoryBudget
+from nnscaler.scheduling.registry import get_schedule
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.partition_stages import SLACK
 from nnscaler.transform.plan import Plan
@@ -85,6 +86,19 @@ def test_cheap_outputs_run_again_where_memory_is_short(c: Configuration, share: 
     forbidden = PlanningCache(graph, known, subject.cost, kept, within_layers=True)
     none = evaluate(forbidden, c, limit)
     assert none is None or not none.again.outputs
+
+
+def test_what_the_second_half_of_a_backward_keeps_is_not_taken_for_saved() -> None:
+    """The first half computes it again, and all stages but the first keep it from there to the second half."""
+    subject = subject_of("gpt", 3, within_layers=True)
+    for name, fits in (("1f1b", True), ("zb-h1", False)):
+        c = Configuration(pp=3, micro_batches=8, within_layers=True, schedule=get_schedule(name))
+        plenty = evaluate(subject, c, PLENTY)
+        assert plenty is not None
+        found = evaluate(subject, c, 0.86 * plenty.memory)
+        assert found is not None and found.again.outputs and found.fits == fits
+        later = {name for name, item in subject.items.items() if item >= found.stages[1].items[0]}
+        assert fits == any(later.issuperset(one.operations) for one in found.again.outputs)
 
 
 def test_what_skips_stages_is_sent_by_every_cut_that_it_crosses() -> None:
