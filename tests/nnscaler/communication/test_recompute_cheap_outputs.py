@@ -20,7 +20,7 @@ from nnscaler.ir.operation_annotations import signatures
 from nnscaler.ir.placement import Choice, Split
 from nnscaler.planning.cluster.description import load_cluster
 from nnscaler.planning.constraints import all_of, sizes
-from nnscaler.planning.constraints.kinds import Constraint
+from nnscaler.planning.constraints.size_and_choice_constraints import Constraint
 from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.parallel_configurations import Configuration
 from nnscaler.planning.planner.evaluate_configuration import evaluate
