@@ -208,17 +208,15 @@ def _with_cheap_outputs(subject: PlanningCache, found: Evaluated, memory: float)
     """Let backward compute cheap outputs again, those that save most for their seconds first, until each rank keeps
     within `memory` bytes, as far as there are any; then none of them that is not needed for that.
 
-    Where backwards run in halves, W keeps what I has computed again, so that less may be saved than is estimated: only
-    the first stage is lightened there, which runs all of it in W.
+    None where backwards run in halves: in all stages but the first W keeps what I has computed again, and the first one
+    alone was no gain (docs/performance.md).
     """
     c = found.configuration
     if found.memory <= memory or not subject.constraint.permits(replace(c, recompute=None)):
         return found
-    stages = [
-        (stage.items, device)
-        for number, (stage, device) in enumerate(zip(found.stages, c.stage_devices, strict=True))
-        if not number or not c.figures.in_halves(device, c.chunks)
-    ]
+    if any(c.figures.in_halves(device, c.chunks) for device in range(c.pp)):
+        return found
+    stages = [(stage.items, device) for stage, device in zip(found.stages, c.stage_devices, strict=True)]
     left = [one for one in _free_outputs(found, subject) if _within_one(subject, one, [items for items, _ in stages])]
     lightest = _recomputing(subject, found, tuple(left))
     if lightest.memory > memory:
