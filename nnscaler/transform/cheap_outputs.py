@@ -19,7 +19,7 @@ from nnscaler.ir.operation_annotations import Signature
 
 @dataclass(frozen=True, slots=True)
 class CheapOutputs:
-    """What cheap operations make, one after the other, for a product that comes after them.
+    """Cheap operations, one after the other, that make something for a product that comes after them.
 
     operations  their names, and that of the product
     first       the place of the first one among the graph's operations

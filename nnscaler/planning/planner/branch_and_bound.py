@@ -31,7 +31,7 @@ from nnscaler.planning.planner.bounds.lagrangian import Prices
 from nnscaler.planning.planner.bounds.pipeline import Layered
 from nnscaler.planning.planner.bounds.rough import Least
 from nnscaler.planning.planner.equal_layer_chain import Chain
-from nnscaler.planning.planner.estimate_stages import Recomputed
+from nnscaler.planning.planner.estimate_stages import ComputedAgain
 from nnscaler.planning.planner.evaluate_configuration import Evaluated, beside, evaluate, evaluated, weights_of
 from nnscaler.planning.planner.layer_time_memory_tradeoffs import Way
 from nnscaler.planning.planner.planner_graph import PlanningCache
@@ -93,7 +93,7 @@ def _placed(subject: PlanningCache, layered: Layered, stages: Sequence[StageFill
         if way.again:
             again.add(layer)
     edges = [0, *(1 + end for end in accumulate(len(stage) for stage in by_stage[:-1])), layered.layers + 2]
-    found = evaluated(subject, c, tables, weights_of(subject, c), choices, Recomputed(frozenset(again)), edges)
+    found = evaluated(subject, c, tables, weights_of(subject, c), choices, ComputedAgain(frozenset(again)), edges)
     prices = [c.each * fill.price(stage.live) for fill, stage in zip(stages, layered.stages, strict=True)]
     priced = zip(found.stages, c.stage_devices, strict=True)
     return replace(found, stages=tuple(replace(stage, price=prices[device]) for stage, device in priced))

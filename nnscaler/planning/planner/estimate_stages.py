@@ -50,8 +50,8 @@ class StageEstimate:
 
 
 @dataclass(frozen=True, slots=True)
-class Recomputed:
-    """What backward computes again.
+class ComputedAgain:
+    """Layers and outputs that backward computes again.
 
     layers   their numbers
     outputs  cheap ones, where stages are cut at borders of modules
@@ -62,7 +62,7 @@ class Recomputed:
 
 
 def item_numbers(
-    subject: PlanningCache, tables: Tables, weights: Weights, choices: Sequence[int], again: Recomputed
+    subject: PlanningCache, tables: Tables, weights: Weights, choices: Sequence[int], again: ComputedAgain
 ) -> Mapping[str, Numbers]:
     """Add up the tables per item (before the layers, every layer, after them); each entry is [items].
 
@@ -122,7 +122,7 @@ def _last_items(subject: PlanningCache, tables: Tables) -> list[int]:
 
 
 def stage_of(
-    c: Configuration, numbers: Mapping[str, Numbers], again: Recomputed, number: int, start: int, end: int
+    c: Configuration, numbers: Mapping[str, Numbers], again: ComputedAgain, number: int, start: int, end: int
 ) -> StageEstimate:
     """Estimate one stage. A recomputed layer keeps only what it hands on; while it runs again, all of it is there once
     more."""

@@ -14,7 +14,7 @@ from nnscaler.planning.constraints.size_and_choice_constraints import Constraint
 from nnscaler.planning.cost.collectives import seconds_per_byte
 from nnscaler.planning.parallel_configurations import Configuration
 from nnscaler.planning.planner.estimate_stages import (
-    Recomputed,
+    ComputedAgain,
     StageEstimate,
     item_numbers,
     saved_by,
@@ -85,7 +85,7 @@ class Evaluated:
     bound: float
     fits: bool
     choices: tuple[int, ...]
-    again: Recomputed
+    again: ComputedAgain
     tables: Tables
     weights: Weights
     stages: tuple[StageEstimate, ...]
@@ -185,7 +185,7 @@ def _with(
 ) -> Evaluated:
     """Evaluate a solution with its stages cut so that they are balanced, and so that they fit into `memory` bytes if
     they can."""
-    again = Recomputed(frozenset(range(len(subject.layers))) if c.recompute else frozenset())
+    again = ComputedAgain(frozenset(range(len(subject.layers))) if c.recompute else frozenset())
     numbers = item_numbers(subject, tables, weights, solution.choices, again)
     count = len(numbers["forward"])
     crossing = None
@@ -279,7 +279,7 @@ def evaluated(
     tables: Tables,
     weights: Weights,
     choices: Sequence[int],
-    again: Recomputed,
+    again: ComputedAgain,
     edges: Sequence[int],
 ) -> Evaluated:
     """Return time and memory of a step with these choices, with the pipeline cut at these items.

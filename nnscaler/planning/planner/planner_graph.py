@@ -164,7 +164,7 @@ class PlanningCache:
 
     @cached_property
     def activations(self) -> KeptActivations:
-        """What backward reads; where pipelines are cut within layers, with what of it may be computed again."""
+        """Values that backward reads; where pipelines are cut within layers, with those that may be computed again."""
         return KeptActivations.of(self.graph, self.signatures, bool(self.blocks))
 
     @cached_property

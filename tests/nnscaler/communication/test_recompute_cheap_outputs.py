@@ -169,7 +169,7 @@ def test_the_planner_lets_them_run_again_in_the_memory_of_whole_layers() -> None
 
 
 class Borrows(nn.Module):
-    """What the sums read, the silu keeps."""
+    """The silu keeps what the sums read."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -20,6 +20,7 @@ from verify.evidence.oracle.enumerate_cases import enumerate_cases
 from verify.evidence.verify_op_options import OpOptions, Safeguards
 from verify.operators.report_on_operator import verify_spec
 from verify.results.finding import Finding
+from verify.results.report import Report
 from verify.results.verdict import Verdict
 
 
@@ -313,20 +314,29 @@ def test_offsets_keep_their_order() -> None:
 
 @pytest.mark.long
 def test_ids_that_are_all_alike_show_nothing() -> None:
-    """Every wrong variant equals the right result, because the sample's ids are constant: that is no proof."""
+    """Every wrong variant equals the right result, because the sample's ids are constant: that is no proof. An id of -1
+    among them shows what is wrong, where the operator takes it."""
 
     def reverse(w: Tensor, ids: Tensor) -> Tensor:
         return w[ids.flip(0)]
 
+    def from_zero(w: Tensor, ids: Tensor) -> Tensor:
+        if int(ids.min()) < 0:
+            raise ValueError("ids begin at zero")
+        return reverse(w, ids)
+
     def sample() -> tuple[Tensor, Tensor]:
         return torch.randn(9, 5, dtype=torch.float64), torch.full((12,), 3)
 
-    spec = OperatorSpec("reverse", "v^ d, t -> t d", target=reverse, sample_inputs=sample)
-    report = verify_spec(spec, OpOptions(prove=False))
+    def found(target: Callable[..., Tensor], **safeguards: Any) -> Report:
+        spec = OperatorSpec("reverse", "v^ d, t -> t d", target=target, sample_inputs=sample)
+        return verify_spec(spec, OpOptions(prove=False, safeguards=Safeguards(**safeguards)))
+
+    report = found(from_zero)
     assert report.verdict is Verdict.INCONCLUSIVE
     assert [f.code for f in report.findings] == ["mutant_survived"]
-    without = OpOptions(prove=False, safeguards=Safeguards(mutants=False))
-    assert verify_spec(spec, without).exit_code == 0  # what the wrong variants are for
+    assert found(from_zero, mutants=False).exit_code == 0  # what the wrong variants are for
+    assert [f.code for f in found(reverse, mutants=False).findings] == ["annotation_wrong"]
 
 
 def turned_pairs(x: Tensor) -> Tensor:

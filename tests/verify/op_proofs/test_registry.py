@@ -30,7 +30,7 @@ _UNPROVED = {
         _upsample_nearest_exact1d.default _upsample_nearest_exact2d.default _upsample_nearest_exact2d.vec
         _upsample_nearest_exact3d.default adaptive_avg_pool2d.default col2im.default instance_norm.default
         upsample_nearest1d.default upsample_nearest2d.default upsample_nearest2d.vec upsample_nearest3d.default
-        nnscaler.random_normal nnscaler.random_uniform
+        nnscaler.pick nnscaler.random_normal nnscaler.random_uniform
     """,
     "draws random numbers": """
         rrelu.default

@@ -13,7 +13,7 @@ from nnscaler.planning.cost.model_protocol import Overheads
 from nnscaler.planning.parallel_configurations import Configuration
 from nnscaler.planning.planner.branch_and_bound import search
 from nnscaler.planning.planner.build_certified_plan import plan_of
-from nnscaler.planning.planner.estimate_stages import Recomputed, item_numbers
+from nnscaler.planning.planner.estimate_stages import ComputedAgain, item_numbers
 from nnscaler.planning.planner.evaluate_configuration import Evaluated, evaluate, evaluated
 from nnscaler.planning.planner.find_plan import find_plan
 from nnscaler.planning.planner.planner_graph import PlanningCache
@@ -79,7 +79,7 @@ def test_cheap_outputs_run_again_where_memory_is_short(c: Configuration, share: 
         assert memory.activations <= stage.kept * 1.05 and memory.total <= stage.memory * 1.05
     edges = [stage.items[0] for stage in found.stages] + [found.stages[-1].items[1]]
     for one in found.again.outputs:
-        fewer = Recomputed(outputs=tuple(other for other in found.again.outputs if other != one))
+        fewer = ComputedAgain(outputs=tuple(other for other in found.again.outputs if other != one))
         without = evaluated(subject, c, found.tables, found.weights, found.choices, fewer, edges)
         assert without.memory > limit and without.seconds < found.seconds
     graph, known, kept = subject.graph, subject.signatures, sizes(recompute=False)
@@ -105,7 +105,7 @@ def test_what_skips_stages_is_sent_by_every_cut_that_it_crosses() -> None:
     c = Configuration(pp=3, micro_batches=2)
     found = evaluate(subject, c, PLENTY)
     assert found is not None and layers_of(subject.graph) == () and len(subject.blocks) > 32
-    numbers = item_numbers(subject, found.tables, found.weights, found.choices, Recomputed())
+    numbers = item_numbers(subject, found.tables, found.weights, found.choices, ComputedAgain())
     placed = apply_plan(subject.graph, dict(subject.signatures), plan_of(subject, found))
     graph = subject.graph
     for stage, estimate in enumerate(found.stages[:-1]):
