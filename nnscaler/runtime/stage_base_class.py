@@ -345,7 +345,8 @@ def may_gather_again(stage: Stage) -> bool:
     """Return whether backward gathers parameters again that the text of a stage gathers where it reads them.
 
     It does for what autograd saves, which must be the same on all ranks. It need not be where their parts of a batch
-    have unequal sizes (a product may copy a parameter, or not), or where each rank compiles by itself.
+    have unequal sizes (a product may copy a parameter, or not). Of a stage that is compiled, whose graph gathers, it is
+    asked before.
     """
     states = [state for source in stage.inputs.values() for state in source.states.values()]
     sizes = [size for receive in stage.receives.values() for size in receive.shape]

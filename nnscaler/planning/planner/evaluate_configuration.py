@@ -212,9 +212,9 @@ def _with_cheap_outputs(subject: PlanningCache, found: Evaluated, memory: float)
     alone was no gain (docs/performance.md).
     """
     c = found.configuration
-    if found.memory <= memory or not subject.constraint.permits(replace(c, recompute=None)):
-        return found
-    if any(c.figures.in_halves(device, c.chunks) for device in range(c.pp)):
+    permitted = subject.constraint.permits(replace(c, recompute=None))  # not where `recompute = false` is asked for
+    in_halves = any(c.figures.in_halves(device, c.chunks) for device in range(c.pp))
+    if found.memory <= memory or in_halves or not permitted:
         return found
     stages = [(stage.items, device) for stage, device in zip(found.stages, c.stage_devices, strict=True)]
     left = [one for one in _free_outputs(found, subject) if _within_one(subject, one, [items for items, _ in stages])]
