@@ -239,10 +239,8 @@ class _Worker(Generic[Result]):
         self.ended = True
         note, seconds = self.note(), time.perf_counter() - self.since
         wait_for_end(self.pid, patience)
-        with suppress(ProcessLookupError):
-            os.killpg(
-                self.pid, signal.SIGKILL
-            )  # an ended process keeps its number, and its group, until it is waited for
+        with suppress(ProcessLookupError):  # an ended process keeps its number, and its group, until it is waited for
+            os.killpg(self.pid, signal.SIGKILL)
         status = os.waitpid(self.pid, 0)[1]
         self.trace.seek(trace_from or 0)
         trace = self.trace.read().decode("utf-8", "replace")
