@@ -90,10 +90,15 @@ class Row:
 ROWS = {
     "one": Row("dp=1", "eager", peers.eager, (1,), 1.02),
     "one-compiled": Row("dp=1", "torch.compile", peers.compiled, (1,), 1.02, None, compiled=True),
-    "dp": Row("dp=N", "DistributedDataParallel", peers.ddp),
-    "dp-compiled": Row(
-        "dp=N", "torch.compile of it", partial(peers.ddp, compiled=True), (2, 4), 1.02, None, compiled=True
+    "one-recomputed": Row("data:dp=1,recompute=1", "checkpoint", peers.recomputed, (1,), 1.02),
+    "one-recomputed-compiled": Row(
+        "data:dp=1,recompute=1", "torch.compile of it", partial(peers.recomputed, compiled=True), (1,), 1.02, None, compiled=True
     ),
+    "tp-recomputed-compiled": Row(
+        "megatron:tp=N,recompute=1", "torch.compile of it", partial(peers.tensor_parallel, compiled=True, again=True), (2, 4), 0.95, None, compiled=True
+    ),
+    "dp": Row("dp=N", "DistributedDataParallel", peers.ddp),
+    "dp-compiled": Row("dp=N", "torch.compile of it", partial(peers.ddp, compiled=True), (2, 4), 1.02, None, compiled=True),
     "zero1": Row("dp=N,zero=1", "DDP and ZeroRedundancyOptimizer", peers.zero_redundancy, time=None, memory=None),
     "zero3": Row("dp=N,zero=3", "fully_shard", peers.sharded),
     "zero3-compiled": Row(
@@ -119,9 +124,7 @@ ROWS = {
     "zb-h1-half-balanced": Row(
         "pp=N,balanced=1", "Schedule1F1B", peers.pipeline, time=0.95, micro=MICRO_BATCHES, schedule="zb-h1-half"
     ),
-    "1f1b-split": Row(
-        "pp=N", "Schedule1F1B", peers.pipeline, time=0.95, micro=MICRO_BATCHES, schedule="1f1b-split"
-    ),
+    "1f1b-split": Row("pp=N", "Schedule1F1B", peers.pipeline, time=0.95, micro=MICRO_BATCHES, schedule="1f1b-split"),
     "zb-h1-few": Row("pp=N", "Schedule1F1B", peers.pipeline, time=0.95, micro=MICRO_BATCHES, schedule="zb-h1-few"),
     "zb-h1-half": Row("pp=N", "Schedule1F1B", peers.pipeline, time=0.95, micro=MICRO_BATCHES, schedule="zb-h1-half"),
     "zb-h1-half:1": Row(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 Step = Callable[[Tensor, Tensor], "float | None"]
 RATE = 1e-4
@@ -133,6 +135,17 @@ def compiled(model: GPT) -> Step:
     return _step(torch.compile(model), adamw(model.parameters()))
 
 
+def _recompute(model: GPT) -> None:
+    for block in model.blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def recomputed(model: GPT, compiled: bool = False) -> Step:
+    """Compute the activations of each block again in backward."""
+    _recompute(model)
+    return _step(torch.compile(model) if compiled else model, adamw(model.parameters()))
+
+
 def ddp(model: GPT, compiled: bool = False) -> Step:
     """`compiled`: torch cuts the graph at DDP's buckets, so that they leave while backward goes on."""
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -177,9 +190,11 @@ def _device(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
 
 
-def tensor_parallel(model: GPT, compiled: bool = False) -> Step:
+def tensor_parallel(model: GPT, compiled: bool = False, again: bool = False) -> Step:
     """`compiled`: the model is, whole; torch 2.13 cannot run the backward of blocks that are compiled one by one."""
     _tensor_parallel(model, init_device_mesh(_device(model).type, (torch.distributed.get_world_size(),)))
+    if again:
+        _recompute(model)
     if compiled:
         model.compile()
 

@@ -22,7 +22,7 @@ from op_registry.source_location import SourceLocation
 RESERVED = frozenset(
     "self torch aten comm ops dtypes float recompute user device index ranks axes micro micro_batches parameters "
     "frozen buffers constants inputs prepare_inputs receives sends updates forward prepare context rank coordinates "
-    "sizes loss results slices staleness versions time_axes in_piece at_rest local graph_number".split()
+    "sizes loss results slices staleness versions time_axes in_piece at_piece at_rest local graph_number".split()
 )
 
 

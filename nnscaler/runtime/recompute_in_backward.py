@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from nnscaler.runtime.communication.recompute_in_graphs import marked, number_of_region
 from nnscaler.runtime.communication.sharded_parameter_gathers import ParameterReads, WholeView
 
 _recording: ContextVar[SavedValues | None] = ContextVar("recording", default=None)
@@ -36,7 +37,12 @@ def regions_in(saved: SavedValues) -> Iterator[None]:
 
 def recompute(function: Callable[..., Any], *tensors: Any) -> Any:
     """Call `function(*tensors)`, whose activations are computed again in backward instead of being kept."""
-    saved = None if torch.compiler.is_dynamo_compiling() or not torch.is_grad_enabled() else _recording.get()
+    compiling = torch.compiler.is_dynamo_compiling()
+    if compiling and torch.is_grad_enabled():
+        number = number_of_region()
+        if number is not None:
+            return marked(function, tensors, number)
+    saved = None if compiling or not torch.is_grad_enabled() else _recording.get()
     if saved is None:
         return checkpoint(function, *tensors, use_reentrant=False, preserve_rng_state=False)
     region = _Region(function, tensors, saved)

@@ -6,7 +6,8 @@ A role module defines `STAGES`, `RANKS` and `SCHEDULE`; a stage declares where i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any, ClassVar
@@ -282,17 +283,22 @@ class Stage:
     def in_piece(self, function: Callable[..., Any], **index: int) -> Callable[..., Any]:
         """Return the function at a place on an axis in time (`co=1`), also where it runs again in backward."""
         ((axis, number),) = index.items()
-        there = AxisGroup(axis, self.time_axes[axis], number)
 
         def run(*tensors: Any) -> Any:
-            outside = getattr(self, axis)
-            setattr(self, axis, there)
-            try:
+            with self.at_piece(axis, number):
                 return function(*tensors)
-            finally:
-                setattr(self, axis, outside)
 
         return run
+
+    @contextmanager
+    def at_piece(self, axis: str, number: int) -> Iterator[None]:
+        """Go to a place on an axis in time, and back."""
+        outside = getattr(self, axis)
+        setattr(self, axis, AxisGroup(axis, self.time_axes[axis], number))
+        try:
+            yield
+        finally:
+            setattr(self, axis, outside)
 
     def local(self, shape: tuple[Size, ...]) -> tuple[int, ...]:
         """Return this rank's numbers of a declared shape."""

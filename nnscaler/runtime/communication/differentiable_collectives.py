@@ -103,7 +103,7 @@ class _ParameterRead(torch.autograd.Function):
 
 
 def _convert(tensor: Tensor, axis: AxisGroup, kernel: Kernel, adjoint: Kernel) -> Tensor:
-    if axis.number is not None:
+    if axis.number is not None or axis.communicator is None:  # nothing is sent on an axis in time
         return cast(Tensor, Conversion.apply(tensor, axis, kernel, adjoint))
     return cast(Tensor, apart(Conversion.apply, tensor, axis, kernel, adjoint))
 

@@ -8,14 +8,12 @@ effects of backward: every rank begins the same calls in the same order.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterator
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
-Pass = Callable[[GraphModule, Any], GraphModule]
+from nnscaler.runtime.communication.joint_graphs import effect_of, is_gradient, reached_from, result_of, taken
 
 # The version of what is done here, to be raised with it: torch finds a graph that it has kept by what its operators are
 # given, and does not look at how it was changed. Ranks with graphs of two versions would make other calls.
@@ -24,36 +22,17 @@ GATHERS_AGAIN = 1
 _COPIES = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 
 
-def let_backward_gather() -> None:
-    """Change graphs of forward and backward that this thread compiles from now on: those of other code stay as they
-    are."""
-    import torch._functorch.config as config  # it comes with the compiler, which takes seconds
-
-    before: Pass | None = config.joint_custom_pass
-    if getattr(before, "gathers_again", False):
-        return
-
-    def changed(module: GraphModule, inputs: Any) -> GraphModule:
-        module = module if before is None else before(module, inputs)
-        if gather_again(module.graph):
-            module.recompile()
-        return module
-
-    vars(changed)["gathers_again"] = True
-    config.joint_custom_pass = changed
-
-
 def gather_again(graph: Graph) -> int:
     """Let backward gather what it reads, in a graph of forward and backward, where the gathers say so. Return how many
     it got. What has one dim is not worth a call."""
     token = next((n for n in graph.nodes if n.op == "placeholder" and n.name.startswith("tangents_token")), None)
-    backward = _reached_from(n for n in graph.nodes if n.op == "placeholder" and n.name.startswith("tangents"))
+    backward = reached_from(filter(is_gradient, graph.nodes))
     gather = torch.ops.nnscaler.gather_parameter.default
-    effects = [n for n in graph.nodes if n not in backward and _effect_of(n) is gather and n.args[-1] == GATHERS_AGAIN]
+    effects = [n for n in graph.nodes if n not in backward and effect_of(n) is gather and n.args[-1] == GATHERS_AGAIN]
     if token is None or not effects:  # backward has no effects, or the graph is of other code
         return 0
     _to_front(graph, token)
-    wholes = {n: _result(n, 1) for n in effects}
+    wholes = {n: result_of(n, 1) for n in effects}
     origins = {
         view: (effect, whole)
         for effect, whole in wholes.items()
@@ -72,9 +51,9 @@ def gather_again(graph: Graph) -> int:
                 gathered += 1
             with graph.inserting_before(node):
                 node.replace_input_with(read, _again_view(graph, read, made))
-        if _effect_of(node) is not None:
+        if effect_of(node) is not None:
             node.args = (token, *node.args[1:])
-            after = _result(node, 0)
+            after = result_of(node, 0)
             assert after is not None, "effects hand their token on"
             token = last = after
     if token is not last:  # something is gathered behind the last effect
@@ -87,12 +66,7 @@ def _again(graph: Graph, effect: Node, token: Node) -> tuple[Node, Node]:
     assert callable(effect.target)
     made = graph.call_function(effect.target, (token, *effect.args[1:]), dict(effect.kwargs))
     made.meta.update({key: effect.meta[key] for key in ("val", "tensor_meta") if key in effect.meta})
-    parts = []
-    for index in range(2):
-        part = graph.call_function(operator.getitem, (made, index))
-        part.meta["val"] = effect.meta["val"][index]
-        parts.append(part)
-    return parts[0], parts[1]
+    return taken(made, 0), taken(made, 1)
 
 
 def _again_view(graph: Graph, view: Node, made: dict[Node, Node]) -> Node:
@@ -110,30 +84,6 @@ def _views(whole: Node, backward: Collection[Node]) -> Iterator[Node]:
         shown = getattr(user.target, "is_view", False) or user.target in _COPIES
         if shown and user not in backward and user.all_input_nodes == [whole]:
             yield from _views(user, backward)
-
-
-def _effect_of(node: Node) -> object:
-    """Return the operator that a node calls as an effect in an order; None: it calls none."""
-    effects = node.op == "call_function" and getattr(node.target, "__name__", "") == "with_effects"
-    return node.args[1] if effects else None
-
-
-def _result(effect: Node, index: int) -> Node | None:
-    """Return a result of an effect; 0: the token after it."""
-    found = (n for n in effect.users if n.target is operator.getitem and n.args[1] == index)
-    return next(found, None)
-
-
-def _reached_from(nodes: Iterator[Node]) -> Mapping[Node, None]:
-    """Return the nodes, and all that read what they make; but not the output, which has results of forward too."""
-    found = dict.fromkeys(nodes)
-    waiting = list(found)
-    while waiting:
-        for user in waiting.pop().users:
-            if user not in found and user.op != "output":
-                found[user] = None
-                waiting.append(user)
-    return found
 
 
 def _to_front(graph: Graph, token: Node) -> None:

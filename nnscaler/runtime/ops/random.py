@@ -10,7 +10,8 @@ be (`dropout=False`), nothing is dropped, and other draws are a function of the 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from math import prod
 from typing import cast
@@ -111,7 +112,7 @@ def random_uniform(
     shape = tuple(size if logical_shape is None else logical_shape)
     where: torch.device | str = device or (stage.device if stage is not None else "cpu")
     if torch.compiler.is_dynamo_compiling() and stage is not None:
-        noise = torch.ops.nnscaler.noise(stage.graph_number, name, _spelled(states), list(shape), where)
+        noise = torch.ops.nnscaler.noise(stage.graph_number, name, _spelled(states), list(shape), where, _pieces(stage))
     else:
         noise = _noise(stage, name, states, shape, where)
     return (noise + 2.0**-54).to(dtype)
@@ -148,7 +149,8 @@ def _drawn(
     if not torch.compiler.is_dynamo_compiling():
         return _kept(p, stage, name, states, logical_shape, x.device, dims)
     shape, number = list(logical_shape), stage.graph_number
-    return cast(Tensor, torch.ops.nnscaler.kept(p, number, name, _spelled(states), shape, dims, x.device))
+    kept = torch.ops.nnscaler.kept(p, number, name, _spelled(states), shape, dims, x.device, _pieces(stage))
+    return cast(Tensor, kept)
 
 
 def _noise(
@@ -180,31 +182,62 @@ def _kept(
 
 
 # Draws as operators of torch, which torch.compile takes into its graphs: a graph that ended before each of them would
-# be one for every dropout. What they draw by, the batch and the place in it, they find in the stage when they run.
+# be one for every dropout. What they draw by, the batch and the place in it, they find in the stage when they run; but
+# for the piece of a region, which is a number of the graph.
 
 
 @torch.library.custom_op("nnscaler::kept", mutates_args=())
 def _kept_in_graph(
-    p: float, number: int, name: str, states: str, logical_shape: list[int], dims: int | None, device: torch.device
+    p: float,
+    number: int,
+    name: str,
+    states: str,
+    logical_shape: list[int],
+    dims: int | None,
+    device: torch.device,
+    pieces: list[int],
 ) -> Tensor:
-    return _kept(p, numbered_stages[number], name, _read(states), logical_shape, device, dims)
+    with _in_pieces(number, pieces) as stage:
+        return _kept(p, stage, name, _read(states), logical_shape, device, dims)
 
 
 @_kept_in_graph.register_fake
-def _(_: float, number: int, __: str, states: str, shape: list[int], dims: int | None, device: torch.device) -> Tensor:
-    coordinates = _coordinates(numbered_stages[number], _read(states), shape, device, dims)
+def _(
+    _: float, number: int, __: str, states: str, shape: list[int], dims: int | None, device: torch.device, at: list[int]
+) -> Tensor:
+    with _in_pieces(number, at) as stage:
+        coordinates = _coordinates(stage, _read(states), shape, device, dims)
     return torch.empty([len(along) for along in coordinates], dtype=torch.bool, device=device)
 
 
 @torch.library.custom_op("nnscaler::noise", mutates_args=())
-def _noise_in_graph(number: int, name: str, states: str, logical_shape: list[int], device: torch.device) -> Tensor:
-    return _noise(numbered_stages[number], name, _read(states), logical_shape, device)
+def _noise_in_graph(
+    number: int, name: str, states: str, logical_shape: list[int], device: torch.device, pieces: list[int]
+) -> Tensor:
+    with _in_pieces(number, pieces) as stage:
+        return _noise(stage, name, _read(states), logical_shape, device)
 
 
 @_noise_in_graph.register_fake
-def _(number: int, _: str, states: str, shape: list[int], device: torch.device) -> Tensor:
-    coordinates = _coordinates(numbered_stages[number], _read(states), shape, device)
+def _(number: int, _: str, states: str, shape: list[int], device: torch.device, pieces: list[int]) -> Tensor:
+    with _in_pieces(number, pieces) as stage:
+        coordinates = _coordinates(stage, _read(states), shape, device)
     return torch.empty([len(along) for along in coordinates], dtype=torch.float64, device=device)
+
+
+def _pieces(stage: Stage) -> list[int]:
+    """Return the index on each axis in time that regions run in pieces on."""
+    return [getattr(stage, axis).index for axis in stage.time_axes]
+
+
+@contextmanager
+def _in_pieces(number: int, indices: list[int]) -> Iterator[Stage]:
+    """Open the stage of a number at these pieces."""
+    stage = numbered_stages[number]
+    with ExitStack() as stack:
+        for axis, index in zip(stage.time_axes, indices, strict=True):
+            stack.enter_context(stage.at_piece(axis, index))
+        yield stage
 
 
 def _spelled(states: Mapping[str, State] | None) -> str:

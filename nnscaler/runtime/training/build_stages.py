@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from types import MappingProxyType, ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from nnscaler.runtime.communication import differentiable_collectives
 from nnscaler.runtime.communication.collectives_in_graphs import communicators
 from nnscaler.runtime.communication.communicator import Communicator, ProgramError
 from nnscaler.runtime.communication.differentiable_collectives import AxisGroup
+from nnscaler.runtime.communication.gather_again_in_backward import gather_again
+from nnscaler.runtime.communication.joint_graphs import change_joint_graphs
+from nnscaler.runtime.communication.recompute_in_graphs import number_of_region, recompute_regions, regions_in_graphs
 from nnscaler.runtime.communication.sharded_parameter_gathers import ParameterReads
 from nnscaler.runtime.shards import local_shape, ravel, shard, unravel
 from nnscaler.runtime.stage_base_class import (
@@ -24,6 +28,7 @@ from nnscaler.runtime.stage_base_class import (
     Parameter,
     RunContext,
     Stage,
+    codes_of,
     numbered_stages,
 )
 from nnscaler.runtime.torch_compile import apart, compiled, leave_in_python
@@ -230,18 +235,30 @@ def compile_each(
     graphs where they may be."""
     number = communicators.of(communicator)
     leave_in_python([apart, *vars(differentiable_collectives).values()])
-    make = partial(compiled, constant=(dtype_of_run,), several=communicator.world_size > 1)
+    make = partial(compiled, constant=(dtype_of_run, number_of_region), several=communicator.world_size > 1)
     for stage in stages:
         stage.graph_number = numbered_stages.of(stage)
-        again = _recomputes(stage)
-        for axis in () if again else stage.axes:
+        apart_again = _recomputes_apart(stage)
+        for axis in () if apart_again else stage.axes:
             setattr(stage, axis, replace(getattr(stage, axis), number=number))
-        stage.forward = compiled_with_parameters(stage, gradients, None if again else reads, make)
+        forward = compiled_with_parameters(stage, gradients, None if apart_again else reads, make)
+        stage.forward = forward if apart_again else _with_changed_graphs(forward)
 
 
-def _recomputes(stage: Stage) -> bool:
-    """Return whether the stage's text recomputes regions, in which torch.compile has no effects in an order."""
-    return "recompute" in type(stage).forward.__code__.co_names
+def _with_changed_graphs(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(**arguments: Any) -> Any:
+        change_joint_graphs((recompute_regions, gather_again))
+        with regions_in_graphs():
+            return forward(**arguments)
+
+    return run
+
+
+def _recomputes_apart(stage: Stage) -> bool:
+    """Return whether the stage's text recomputes regions, and has what a graph ends at: torch has no effects in an
+    order in the regions that it can end a graph inside of."""
+    names = {name for code in codes_of(stage) for name in code.co_names}
+    return "recompute" in names and bool(names & {"ring_attention", "append"})
 
 
 def stages_of(module: ModuleType, rank: int) -> list[type[Stage]]:

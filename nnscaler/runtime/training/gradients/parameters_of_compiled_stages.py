@@ -20,7 +20,6 @@ from torch import Tensor
 from torch._library.effects import EffectType
 
 from nnscaler.runtime.communication.collectives_in_graphs import ParameterInGraph, numbered_reads
-from nnscaler.runtime.communication.gather_again_in_backward import let_backward_gather
 from nnscaler.runtime.communication.sharded_parameter_gathers import ParameterReads
 from nnscaler.runtime.stage_base_class import Stage, codes_of, may_gather_again, numbered_stages
 from nnscaler.runtime.torch_compile import GraphNumbers
@@ -107,8 +106,6 @@ def compiled_with_parameters(
     def run(**arguments: Any) -> Any:
         vars(inside).update(vars(stage))  # where it is in the step, and its buffers
         try:
-            if again:
-                let_backward_gather()
             return compiled(**arguments)
         finally:
             made.clear()
