@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from nnscaler.runtime.communication.recompute_in_graphs import marked, number_of_region
+from nnscaler.runtime.joint_graphs.recompute_regions import marked, number_of_region
 from nnscaler.runtime.communication.sharded_parameter_gathers import ParameterReads, WholeView
 
 _recording: ContextVar[SavedValues | None] = ContextVar("recording", default=None)

@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import nnscaler
 from nnscaler.model_file import import_user_file
-from nnscaler.runtime.communication import gather_again_in_backward as gathers
+from nnscaler.runtime.joint_graphs import gather_again_in_backward as gathers
 from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError, Communicator
-from nnscaler.runtime.communication.gather_again_in_backward import gather_again
+from nnscaler.runtime.joint_graphs.gather_again_in_backward import gather_again
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.program.import_role_and_user_files import load_role
 from nnscaler.runtime.training.executor import RankExecutor

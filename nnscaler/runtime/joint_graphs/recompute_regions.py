@@ -31,7 +31,7 @@ from torch import Tensor
 from torch._library.effects import EffectType
 from torch.fx import Graph, Node
 
-from nnscaler.runtime.communication.joint_graphs import effect_of, is_gradient, result_of, taken
+from nnscaler.runtime.joint_graphs.change_before_partition import effect_of, is_gradient, result_of, taken
 
 _numbers: ContextVar[Iterator[int] | None] = ContextVar("numbers", default=None)
 

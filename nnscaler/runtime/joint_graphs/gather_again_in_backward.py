@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator
 import torch
 from torch.fx import Graph, Node
 
-from nnscaler.runtime.communication.joint_graphs import effect_of, is_gradient, reached_from, result_of, taken
+from nnscaler.runtime.joint_graphs.change_before_partition import effect_of, is_gradient, reached_from, result_of, taken
 
 # The version of what is done here, to be raised with it: torch finds a graph that it has kept by what its operators are
 # given, and does not look at how it was changed. Ranks with graphs of two versions would make other calls.
