@@ -57,7 +57,7 @@ from nnscaler.training.compile_on_first_rank import pack_program, unpack_program
 from nnscaler.transform.plan import Plan
 
 MICRO_BATCHES = 4
-PLANNED, PROFILE = "planned", Path.cwd() / "profile.json"
+PLANNED, PROFILE, AGAIN = "planned", Path.cwd() / "profile.json", ",recompute=1"
 CLOSE = 2e-3  # of two losses, after steps in float32 that sum in other orders
 WARM_UP, STEPS = 3, 4  # where memory is measured
 HERE = Path(__file__).resolve()
@@ -90,15 +90,10 @@ class Row:
 ROWS = {
     "one": Row("dp=1", "eager", peers.eager, (1,), 1.02),
     "one-compiled": Row("dp=1", "torch.compile", peers.compiled, (1,), 1.02, None, compiled=True),
-    "one-recomputed": Row("data:dp=1,recompute=1", "checkpoint", peers.recomputed, (1,), 1.02),
-    "one-recomputed-compiled": Row(
-        "data:dp=1,recompute=1", "torch.compile of it", partial(peers.recomputed, compiled=True), (1,), 1.02, None, compiled=True
-    ),
-    "tp-recomputed-compiled": Row(
-        "megatron:tp=N,recompute=1", "torch.compile of it", partial(peers.tensor_parallel, compiled=True, again=True), (2, 4), 0.95, None, compiled=True
-    ),
+    "one-again": Row(f"data:dp=1{AGAIN}", "checkpoint, compiled", peers.recomputed, (1,), 1.02, compiled=True),
     "dp": Row("dp=N", "DistributedDataParallel", peers.ddp),
-    "dp-compiled": Row("dp=N", "torch.compile of it", partial(peers.ddp, compiled=True), (2, 4), 1.02, None, compiled=True),
+    "dp-compiled": Row("dp=N", "torch.compile of it", peers.compiled_ddp, time=1.02, memory=None, compiled=True),
+    "dp-again": Row(f"data:dp=N{AGAIN}", "DDP of that", peers.recomputed_ddp, time=1.02, memory=None, compiled=True),
     "zero1": Row("dp=N,zero=1", "DDP and ZeroRedundancyOptimizer", peers.zero_redundancy, time=None, memory=None),
     "zero3": Row("dp=N,zero=3", "fully_shard", peers.sharded),
     "zero3-compiled": Row(
@@ -106,6 +101,9 @@ ROWS = {
     ),
     "zero2": Row(
         "dp=N,zero=2", "fully_shard, not resharded after forward", partial(peers.sharded, keep=True), (2, 4), None, None
+    ),
+    "tp-again": Row(
+        f"megatron:tp=N{AGAIN}", "parallelize_module, not compiled", peers.recomputed_tensor_parallel, compiled=True
     ),
     "tp": Row("tp=N", "parallelize_module", peers.tensor_parallel, time=0.95),
     "tp-compiled": Row(

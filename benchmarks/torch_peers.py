@@ -135,21 +135,31 @@ def compiled(model: GPT) -> Step:
     return _step(torch.compile(model), adamw(model.parameters()))
 
 
+def ddp(model: GPT) -> Step:
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    return _step(wrapped, adamw(model.parameters()))
+
+
+def compiled_ddp(model: GPT) -> Step:
+    """Let torch cut the graph at DDP's buckets, so that they leave while backward goes on."""
+    wrapped = torch.compile(DistributedDataParallel(model, gradient_as_bucket_view=True))
+    return _step(wrapped, adamw(model.parameters()))
+
+
 def _recompute(model: GPT) -> None:
+    """Compute the activations of each block again in backward."""
     for block in model.blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
-def recomputed(model: GPT, compiled: bool = False) -> Step:
-    """Compute the activations of each block again in backward."""
+def recomputed(model: GPT) -> Step:
     _recompute(model)
-    return _step(torch.compile(model) if compiled else model, adamw(model.parameters()))
+    return compiled(model)
 
 
-def ddp(model: GPT, compiled: bool = False) -> Step:
-    """`compiled`: torch cuts the graph at DDP's buckets, so that they leave while backward goes on."""
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    return _step(torch.compile(wrapped) if compiled else wrapped, adamw(model.parameters()))
+def recomputed_ddp(model: GPT) -> Step:
+    _recompute(model)
+    return compiled_ddp(model)
 
 
 def zero_redundancy(model: GPT) -> Step:
@@ -190,11 +200,9 @@ def _device(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
 
 
-def tensor_parallel(model: GPT, compiled: bool = False, again: bool = False) -> Step:
+def tensor_parallel(model: GPT, compiled: bool = False) -> Step:
     """`compiled`: the model is, whole; torch 2.13 cannot run the backward of blocks that are compiled one by one."""
     _tensor_parallel(model, init_device_mesh(_device(model).type, (torch.distributed.get_world_size(),)))
-    if again:
-        _recompute(model)
     if compiled:
         model.compile()
 
@@ -203,6 +211,12 @@ def tensor_parallel(model: GPT, compiled: bool = False, again: bool = False) -> 
         return loss.full_tensor() if hasattr(loss, "full_tensor") else loss
 
     return _with_parallel_loss(_step(whole, adamw(model.parameters())))
+
+
+def recomputed_tensor_parallel(model: GPT) -> Step:
+    """Compile nothing: torch 2.13 cannot run the backward of what is both."""
+    _recompute(model)
+    return tensor_parallel(model)
 
 
 def _two_dims(model: GPT) -> torch.distributed.DeviceMesh:

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from nnscaler.runtime.joint_graphs.recompute_regions import marked, number_of_region
 from nnscaler.runtime.communication.sharded_parameter_gathers import ParameterReads, WholeView
+from nnscaler.runtime.joint_graphs.recompute_regions import marked, number_of_region
 
 _recording: ContextVar[SavedValues | None] = ContextVar("recording", default=None)
 

@@ -20,8 +20,8 @@ from torch._library.effects import EffectType
 
 from nnscaler.layout import Sharded, parse_state
 from nnscaler.runtime.communication.communicator import Communicator, Shape
-from nnscaler.runtime.joint_graphs.gather_again_in_backward import GATHERS_AGAIN
 from nnscaler.runtime.communication.sharded_parameter_gathers import ParameterReads, Read
+from nnscaler.runtime.joint_graphs.gather_again_in_backward import GATHERS_AGAIN
 from nnscaler.runtime.torch_compile import GraphNumbers, place_in_graph
 
 communicators: GraphNumbers[Communicator] = GraphNumbers()

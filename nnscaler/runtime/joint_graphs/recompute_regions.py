@@ -1,8 +1,8 @@
 """Compute the activations of recomputed regions again in the backward of a compiled stage, collectives and all.
 
-torch.compile has no effects in an order (collectives, gathers of parameters) inside of what torch.utils.checkpoint runs,
-and would end its graph at each of them. So a region is written into the graph as it is, between two marks, and before
-torch cuts the graph of forward and backward in two, what its backward reads of the region is computed once more:
+torch.compile has no effects in an order (collectives, gathers of parameters) inside of what torch.utils.checkpoint
+runs, and would end its graph at each of them. So a region is written into the graph as it is, between two marks, and
+before torch cuts the graph of forward and backward in two, what its backward reads of the region is computed once more:
 
     forward    x' = enter(x);  h = all_reduce(x' @ w);  y = leave(gelu(h))
     backward   restart(dy);  dh = gelu_backward(dy, h);  ...
@@ -15,6 +15,7 @@ becomes
 `hold` copies the region's arguments when the gradient of its results is there, as an effect among the others of
 backward: without it the copies of operations would be those of forward for torch, which would keep their results. Only
 what leads to something that backward reads is computed again; a last collective is not, as in the run without a graph.
+No region lies in another one.
 """
 
 from __future__ import annotations
@@ -25,13 +26,18 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import count
 from typing import Any
+from warnings import warn
 
 import torch
 from torch import Tensor
 from torch._library.effects import EffectType
 from torch.fx import Graph, Node
 
-from nnscaler.runtime.joint_graphs.change_before_partition import effect_of, is_gradient, result_of, taken
+from nnscaler.runtime.joint_graphs.change_before_partition import effect_of, result_of, taken
+from nnscaler.runtime.torch_compile import place_in_graph
+
+# The version of what is done here, to be raised with it, as `GATHERS_AGAIN`.
+_VERSION = 1
 
 _numbers: ContextVar[Iterator[int] | None] = ContextVar("numbers", default=None)
 
@@ -48,35 +54,36 @@ def regions_in_graphs() -> Iterator[None]:
 
 
 def number_of_region() -> int | None:
-    """Return the number of a region that is met; None: graphs may end inside of regions. A constant of what is compiled,
-    by `compiled`."""
+    """Return the number of a region that is met; None: graphs end inside of regions. A constant of what is compiled, by
+    `compiled`."""
     numbers = _numbers.get()
     return None if numbers is None else next(numbers)
 
 
-def marked(function: Callable[..., Any], tensors: Sequence[Any], number: int) -> Any:
+def marked(function: Callable[..., Any], tensors: Sequence[Any], number: int) -> tuple[Any, ...]:
     """Call `function(*tensors)`, a region of this number, in a forward that torch.compile reads."""
-    given = list(tensors)
+    place, given = place_in_graph(), list(tensors)
     for trained in (True, False):
         places = [i for i, t in enumerate(given) if isinstance(t, Tensor) and t.requires_grad is trained]
         if places:
-            entered = torch.ops.nnscaler.enter_region([given[i] for i in places], number)
+            entered = torch.ops.nnscaler.enter_region([given[i] for i in places], number, place, _VERSION)
             for i, tensor in zip(places, entered, strict=True):
                 given[i] = tensor
     results = list(function(*given))
-    places = [i for i, t in enumerate(results) if isinstance(t, Tensor) and t.requires_grad]
-    if places:
-        left = torch.ops.nnscaler.leave_region([results[i] for i in places], number)
-        for i, tensor in zip(places, left, strict=True):
-            results[i] = tensor
+    all_places = [i for i, t in enumerate(results) if isinstance(t, Tensor)]
+    places = [i for i in all_places if results[i].requires_grad] or all_places
+    left = torch.ops.nnscaler.leave_region([results[i] for i in places], number)
+    for i, tensor in zip(places, left, strict=True):
+        results[i] = tensor
     return tuple(results)
 
 
-# The marks, which copy where nothing changes the graph, and what `recompute_regions` makes of the last one.
+# The marks, which copy where nothing changes the graph, and what backward has of the last one: `restart_region`, which
+# becomes `hold`.
 
 
 @torch.library.custom_op("nnscaler::enter_region", mutates_args=())
-def _enter(tensors: list[Tensor], _number: int) -> list[Tensor]:
+def _enter(tensors: list[Tensor], _number: int, _place: str, _version: int) -> list[Tensor]:
     return [tensor.clone() for tensor in tensors]
 
 
@@ -97,7 +104,7 @@ def _hold(_gradient: Tensor, tensors: list[Tensor]) -> list[Tensor]:
 
 @_enter.register_fake
 @_leave.register_fake
-def _(tensors: list[Tensor], _: int) -> list[Tensor]:
+def _(tensors: list[Tensor], *_: object) -> list[Tensor]:
     return [torch.empty_like(tensor) for tensor in tensors]
 
 
@@ -111,7 +118,7 @@ def _(_: Tensor, tensors: list[Tensor]) -> list[Tensor]:
     return [torch.empty_like(tensor) for tensor in tensors]
 
 
-def _number_of(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def _keep_number(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ARG001 - torch names them
     ctx.number = inputs[1]
 
 
@@ -120,47 +127,55 @@ def _from_region(ctx: Any, gradients: list[Tensor | None]) -> tuple[Any, None]:
     return gradients, None
 
 
-_enter.register_autograd(lambda _, gradients: (gradients, None), setup_context=_number_of)
-_leave.register_autograd(_from_region, setup_context=_number_of)
+_enter.register_autograd(lambda _, gradients: (gradients, None, None, None))
+_leave.register_autograd(_from_region, setup_context=_keep_number)
 for _operator in (_restart, _hold):
     _operator.register_effect(EffectType.ORDERED)
 
-_MARKS = (torch.ops.nnscaler.enter_region.default, torch.ops.nnscaler.leave_region.default)
+_ENTER, _LEAVE = torch.ops.nnscaler.enter_region.default, torch.ops.nnscaler.leave_region.default
+_KEPT = (
+    "torch.compile ends its graph inside of a region that is to be recomputed, and the region keeps its activations;"
+    " TORCH_LOGS=graph_breaks tells what ended it"
+)
 
 
 def recompute_regions(graph: Graph) -> int:
     """Take the marks of regions out of a graph of forward and backward, and let backward compute again what it reads of
     them. Return how many marks there were."""
     nodes = list(graph.nodes)
-    marks = [n for n in nodes if n.target in _MARKS]
-    first = next((i for i, n in enumerate(nodes) if any(map(is_gradient, n.all_input_nodes))), len(nodes))
-    backward = {n for n in nodes[first:] if n.op != "output"}
-    for restart in [n for n in nodes if effect_of(n) is torch.ops.nnscaler.restart_region.default]:
-        own = [i for i, n in enumerate(nodes) if n in marks and n.args[1] == restart.args[3]]
-        _compute_again(graph, restart, nodes[own[0] : own[-1]], backward)
+    marks = [n for n in nodes if n.target in (_ENTER, _LEAVE)]
+    left = {n.args[1] for n in marks if n.target is _LEAVE}
+    for place in sorted({str(n.args[2]) for n in marks if n.target is _ENTER and n.args[1] not in left}):
+        warn(f"{place or 'a rank program'}: {_KEPT}", stacklevel=2)
+    for position, restart in enumerate(nodes):
+        if effect_of(restart) is torch.ops.nnscaler.restart_region.default:
+            own = [i for i, n in enumerate(nodes) if n in marks and n.args[1] == restart.args[3]]
+            backward = {n for n in nodes[position + 1 :] if n.op != "output"}  # of this region, and what comes later
+            _compute_again(graph, restart, nodes[own[0] : own[-1]], backward)
     for mark in marks:
         _take_out(graph, mark)
     return len(marks)
 
 
-def _compute_again(graph: Graph, restart: Node, region: Sequence[Node], backward: Collection[Node]) -> None:
-    """Compute what `backward` reads of a region, which begins with a mark, in the place of `restart`."""
-    entries = [mark for mark in region if mark.target is _MARKS[0]]
-    arguments: dict[Node, Node] = {user: mark.args[0][user.args[1]] for mark in entries for user in mark.users}
-    wanted = {n for n in region if any(user in backward for user in n.users)}
-    region = region[: max((i + 1 for i, n in enumerate(region) if n in wanted), default=0)]
-    inside = set(region)
+def _compute_again(graph: Graph, restart: Node, nodes: Sequence[Node], backward: Collection[Node]) -> None:
+    """Compute what `backward` reads of a region in the place of `restart`. `nodes`: the region, in order, with
+    what marks its beginning."""
+    entries = [mark for mark in nodes if mark.target is _ENTER]
+    arguments = {user: _given(mark, user) for mark in entries for user in mark.users}
+    wanted = {n for n in nodes if any(user in backward for user in n.users)}
+    region = dict.fromkeys(nodes[: max((i + 1 for i, n in enumerate(nodes) if n in wanted), default=0)])
     wanted |= {n for n in region if effect_of(n) is not None}  # every call up to there, as where a region runs again
     for node in reversed(region):
         if node in wanted and node not in arguments:
             token = node.args[0] if effect_of(node) is not None else None
-            wanted |= {n for n in node.all_input_nodes if n in inside and n is not token}
+            wanted |= {n for n in node.all_input_nodes if n in region and n is not token}
     held = [n for n in arguments if n in wanted]
     if not held:  # parameters are all that it is made of: torch computes again what is worth it
         return
     after = result_of(restart, 0)
     assert after is not None, "effects hand their token on"
     token, _, gradient, *_ = restart.args
+    assert callable(restart.target)
     with graph.inserting_before(restart):
         hold = (token, torch.ops.nnscaler.hold.default, gradient, [arguments[n] for n in held])
         copies = graph.call_function(restart.target, hold)
@@ -185,7 +200,7 @@ def _take_out(graph: Graph, mark: Node) -> None:
     """Let the readers of what a mark hands on read what it is given: a copy of it, where it lies otherwise in memory,
     or an input would be a result."""
     for user in list(mark.users):
-        source: Node = mark.args[0][user.args[1]]
+        source = _given(mark, user)
         alike = source.meta["val"].stride() == user.meta["val"].stride()
         if not alike or (_is_input(source) and any(n.op == "output" for n in user.users)):
             with graph.inserting_before(user):
@@ -194,6 +209,13 @@ def _take_out(graph: Graph, mark: Node) -> None:
         user.replace_all_uses_with(source)
         graph.erase_node(user)
     graph.erase_node(mark)
+
+
+def _given(mark: Node, user: Node) -> Node:
+    """Return what a mark is given that a reader takes of what it hands on."""
+    tensors: Any = mark.args[0]
+    source: Node = tensors[user.args[1]]
+    return source
 
 
 def _is_input(node: Node) -> bool:

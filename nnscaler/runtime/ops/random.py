@@ -112,7 +112,7 @@ def random_uniform(
     shape = tuple(size if logical_shape is None else logical_shape)
     where: torch.device | str = device or (stage.device if stage is not None else "cpu")
     if torch.compiler.is_dynamo_compiling() and stage is not None:
-        noise = torch.ops.nnscaler.noise(stage.graph_number, name, _spelled(states), list(shape), where, _pieces(stage))
+        noise = torch.ops.nnscaler.noise(_at(stage), name, _spelled(states), list(shape), where)
     else:
         noise = _noise(stage, name, states, shape, where)
     return (noise + 2.0**-54).to(dtype)
@@ -148,9 +148,8 @@ def _drawn(
     """Draw what is kept of `x`, here or in the graph that torch.compile makes."""
     if not torch.compiler.is_dynamo_compiling():
         return _kept(p, stage, name, states, logical_shape, x.device, dims)
-    shape, number = list(logical_shape), stage.graph_number
-    kept = torch.ops.nnscaler.kept(p, number, name, _spelled(states), shape, dims, x.device, _pieces(stage))
-    return cast(Tensor, kept)
+    shape = list(logical_shape)
+    return cast(Tensor, torch.ops.nnscaler.kept(p, _at(stage), name, _spelled(states), shape, dims, x.device))
 
 
 def _noise(
@@ -183,59 +182,51 @@ def _kept(
 
 # Draws as operators of torch, which torch.compile takes into its graphs: a graph that ended before each of them would
 # be one for every dropout. What they draw by, the batch and the place in it, they find in the stage when they run; but
-# for the piece of a region, which is a number of the graph.
+# for the piece of a region, which is a number of the graph. `at`: the number of the stage, and those of the pieces.
 
 
 @torch.library.custom_op("nnscaler::kept", mutates_args=())
 def _kept_in_graph(
-    p: float,
-    number: int,
-    name: str,
-    states: str,
-    logical_shape: list[int],
-    dims: int | None,
-    device: torch.device,
-    pieces: list[int],
+    p: float, at: list[int], name: str, states: str, logical_shape: list[int], dims: int | None, device: torch.device
 ) -> Tensor:
-    with _in_pieces(number, pieces) as stage:
+    with _stage_at(at) as stage:
         return _kept(p, stage, name, _read(states), logical_shape, device, dims)
 
 
 @_kept_in_graph.register_fake
 def _(
-    _: float, number: int, __: str, states: str, shape: list[int], dims: int | None, device: torch.device, at: list[int]
+    _: float, at: list[int], __: str, states: str, shape: list[int], dims: int | None, device: torch.device
 ) -> Tensor:
-    with _in_pieces(number, at) as stage:
+    with _stage_at(at) as stage:
         coordinates = _coordinates(stage, _read(states), shape, device, dims)
     return torch.empty([len(along) for along in coordinates], dtype=torch.bool, device=device)
 
 
 @torch.library.custom_op("nnscaler::noise", mutates_args=())
-def _noise_in_graph(
-    number: int, name: str, states: str, logical_shape: list[int], device: torch.device, pieces: list[int]
-) -> Tensor:
-    with _in_pieces(number, pieces) as stage:
+def _noise_in_graph(at: list[int], name: str, states: str, logical_shape: list[int], device: torch.device) -> Tensor:
+    with _stage_at(at) as stage:
         return _noise(stage, name, _read(states), logical_shape, device)
 
 
 @_noise_in_graph.register_fake
-def _(number: int, _: str, states: str, shape: list[int], device: torch.device, pieces: list[int]) -> Tensor:
-    with _in_pieces(number, pieces) as stage:
+def _(at: list[int], _: str, states: str, shape: list[int], device: torch.device) -> Tensor:
+    with _stage_at(at) as stage:
         coordinates = _coordinates(stage, _read(states), shape, device)
     return torch.empty([len(along) for along in coordinates], dtype=torch.float64, device=device)
 
 
-def _pieces(stage: Stage) -> list[int]:
-    """Return the index on each axis in time that regions run in pieces on."""
-    return [getattr(stage, axis).index for axis in stage.time_axes]
+def _at(stage: Stage) -> list[int]:
+    assert stage.graph_number is not None, "a stage that is compiled has one"
+    return [stage.graph_number, *(getattr(stage, axis).index for axis in stage.time_axes)]
 
 
 @contextmanager
-def _in_pieces(number: int, indices: list[int]) -> Iterator[Stage]:
-    """Open the stage of a number at these pieces."""
+def _stage_at(at: list[int]) -> Iterator[Stage]:
+    """Open a stage at its pieces."""
+    number, *pieces = at
     stage = numbered_stages[number]
     with ExitStack() as stack:
-        for axis, index in zip(stage.time_axes, indices, strict=True):
+        for axis, index in zip(stage.time_axes, pieces, strict=True):
             stack.enter_context(stage.at_piece(axis, index))
         yield stage
 

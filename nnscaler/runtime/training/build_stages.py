@@ -16,10 +16,10 @@ from nnscaler.runtime.communication import differentiable_collectives
 from nnscaler.runtime.communication.collectives_in_graphs import communicators
 from nnscaler.runtime.communication.communicator import Communicator, ProgramError
 from nnscaler.runtime.communication.differentiable_collectives import AxisGroup
-from nnscaler.runtime.joint_graphs.gather_again_in_backward import gather_again
-from nnscaler.runtime.joint_graphs.change_before_partition import change_joint_graphs
-from nnscaler.runtime.joint_graphs.recompute_regions import number_of_region, recompute_regions, regions_in_graphs
 from nnscaler.runtime.communication.sharded_parameter_gathers import ParameterReads
+from nnscaler.runtime.joint_graphs.change_before_partition import change_joint_graphs
+from nnscaler.runtime.joint_graphs.gather_again_in_backward import gather_again
+from nnscaler.runtime.joint_graphs.recompute_regions import number_of_region, recompute_regions, regions_in_graphs
 from nnscaler.runtime.shards import local_shape, ravel, shard, unravel
 from nnscaler.runtime.stage_base_class import (
     INPUT_GRADIENT,
