@@ -29,8 +29,8 @@ from verify.programs.execution.run_on_backend import Failure, finding_of
 from verify.programs.prepare_verification import Prepared
 from verify.programs.request import PlanRequest
 from verify.programs.source_map import SourceMap
+from verify.results.float64_tolerance import Tolerance
 from verify.results.report import Check
-from verify.results.tolerance import Tolerance
 from verify.results.verdict import Verdict
 
 # A copy of the batch in which every piece, of a rank and a micro-batch, has another number of labels that count.

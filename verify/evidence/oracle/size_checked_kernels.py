@@ -20,8 +20,8 @@ from op_registry.spec import OperatorSpec
 
 from nnscaler.runtime.communication.communicator import ProgramError
 from verify.evidence.inputs.concrete_call import function_of
+from verify.evidence.inputs.cut_and_join_operands import local_shape, ranks_of
 from verify.evidence.inputs.meta_preflight import tried_on_meta
-from verify.evidence.inputs.operand_shards import local_shape, ranks_of
 from verify.evidence.operator_trace import Observer
 from verify.evidence.oracle.compare_partition import AXES, Partition, ShardRaised
 from verify.evidence.oracle.run_whole_operator import WholeRun

@@ -22,7 +22,7 @@ import torch.distributed
 
 from nnscaler.is_user_file import beside, is_users
 from verify.evidence.inputs.concrete_call import ConcreteCall
-from verify.evidence.way_through_user_code import other_way_on_gpus
+from verify.evidence.user_code_path_on_fake_tensors import other_way_on_gpus
 from verify.operators.audit.watch_effects_on_tensors import Facts, Watched, apart_in_float64
 
 T = TypeVar("T")

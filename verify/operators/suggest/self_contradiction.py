@@ -22,8 +22,8 @@ from nnscaler.errors import AnnotationError, NnscalerError
 from nnscaler.ir.placement import Split
 from nnscaler.runtime.tensor_values import difference, largest
 from verify.evidence.inputs.concrete_call import outputs_of
+from verify.evidence.inputs.cut_and_join_operands import spread
 from verify.evidence.inputs.find_operator import find_operator
-from verify.evidence.inputs.operand_shards import spread
 from verify.evidence.oracle.case_runner import OperatorRunner, WholeRaised
 from verify.evidence.oracle.compare_partition import ShardRaised, make_partition, run_shards
 from verify.evidence.oracle.enumerate_cases import Enumerator, Unusable, bases

@@ -24,7 +24,7 @@ from nnscaler.runtime.training.executor_settings import ExecutorSettings
 from verify.programs.execution.compare_variables import variables_of
 from verify.programs.execution.record_rank_steps import Task
 from verify.programs.localise.instrument_statements import Foreign, Instrumented, Statement, instrument
-from verify.programs.localise.reference_values import Dealer, Logical, interpret, next_state
+from verify.programs.localise.interpret_graph_on_whole_batch import Dealer, Logical, interpret, next_state
 from verify.programs.localise.teacher_forcing import Teacher
 from verify.programs.opened_program import OpenedProgram
 

@@ -13,7 +13,7 @@ from itertools import islice, product
 from nnscaler.ir.graph import Graph
 from nnscaler.layout import Layout
 from verify.programs.typing.lines.canonical_calls import NoCall, canonical
-from verify.programs.typing.lines.chunked_region import JOIN, entered, left, number_of_pieces
+from verify.programs.typing.lines.chunked_region_border import JOIN, entered, left, number_of_pieces
 from verify.programs.typing.lines.conversions import convert
 from verify.programs.typing.lines.match_call import draws_numbers, with_axes
 from verify.programs.typing.lines.type_operation_lines import Typed, Typer

@@ -36,8 +36,8 @@ from verify.external.comparison.findings_from_differences import findings
 from verify.external.ranks.run_result import RanksFailed
 from verify.external.torchrun.compare_with_one_rank import Attempt, Judged, attempt_of, explained, judge
 from verify.external.torchrun.feed_data_of_all_ranks import Material
-from verify.external.torchrun.find_and_replace_data import ignored_in
 from verify.external.torchrun.match_one_rank import Layout, NoParts, material_of, parts_of
+from verify.external.torchrun.replace_data_given_to_model import ignored_in
 from verify.external.torchrun.run_ranks_and_reference import Failed, NotMatched, ScriptRunner
 from verify.external.torchrun.watched_script_record import Clipped, ScriptRecord
 from verify.external.unequal_label_counts import NAME

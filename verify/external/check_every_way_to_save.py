@@ -27,7 +27,7 @@ from verify.external.differential_run import ExternalCase
 from verify.external.observe_rank_run import modules_of
 from verify.external.parameter_mapping import StateMap, clean_name, give, taken
 from verify.external.program import ExternalProgram
-from verify.external.ranks.run import RanksFailed
+from verify.external.ranks.run_ranks_here_or_in_child import RanksFailed
 from verify.external.save_then_load import (
     CheckpointForm,
     HeldValues,
@@ -38,7 +38,7 @@ from verify.external.save_then_load import (
     other_mesh,
     save_after_steps,
 )
-from verify.programs.module_state import state_of
+from verify.programs.module_tensors_by_every_name import state_of
 from verify.results.finding import Finding
 from verify.results.report import Check
 from verify.results.verdict import Verdict

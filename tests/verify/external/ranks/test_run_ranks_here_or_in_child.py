@@ -19,7 +19,7 @@ from tests.verify.external.ranks.programs import (
     tensor_parallel,
     tensor_parallel_and_sharded,
 )
-from verify.external.ranks.run import RanksFailed, run_ranks
+from verify.external.ranks.run_ranks_here_or_in_child import RanksFailed, run_ranks
 from verify.external.ranks.unwaited_async_calls import note_of_forgotten
 
 
@@ -154,9 +154,9 @@ def test_lines_that_begin_calls_and_never_wait_are_known(executor: str) -> None:
 
     line = work.__code__.co_firstlineno + 3
     found = run_ranks(work, 2, executor).forgotten
-    assert found == (f"all_reduce at test_run.py:{line}",)
+    assert found == (f"all_reduce at test_run_ranks_here_or_in_child.py:{line}",)
     (note,) = note_of_forgotten(found)
-    assert note.startswith("nobody waits for all_reduce at test_run.py:")
+    assert note.startswith("nobody waits for all_reduce at test_run_ranks_here_or_in_child.py:")
     assert note_of_forgotten(()) == ()
 
 

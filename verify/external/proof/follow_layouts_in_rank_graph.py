@@ -29,11 +29,11 @@ from verify.external.proof.call_normal_form import (
 )
 from verify.external.proof.derive_facts import FactsOf, Operators
 from verify.external.proof.facts import Fact, NoFact
+from verify.external.proof.pull_out_linear_factors import tensors_of
 from verify.external.proof.rank_graph import Aligned, CallOutput, Form, RecordedCall
 from verify.external.proof.recognised_idioms import VocabularyLookup, vocabulary_lookup
 from verify.external.proof.reference_as_terms import ProofReference, captured
 from verify.external.proof.result_states_of_rank_call import Lifting
-from verify.external.proof.scalar_factors import tensors_of
 
 _MOST_FACTS = 6
 _MOST_OTHERS = 2

@@ -23,14 +23,14 @@ from op_registry.spec import Refusal
 from nnscaler.ir.derive_operand_layouts import explain_illegal_choice, shards_of
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Split
-from verify.evidence.dimension_types.symbolic_call import resized
-from verify.evidence.dimension_types.whole_call_of_localize_hook import (
+from verify.evidence.dimension_types.localized_call_as_whole_call import (
     NoProof,
     content,
     followed_in,
     leaves_of_call,
     resolved,
 )
+from verify.evidence.dimension_types.symbolic_call import resized
 from verify.evidence.smt.smaller_calls import same_kind
 from verify.evidence.split_case import uneven_sizes
 

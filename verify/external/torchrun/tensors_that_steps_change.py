@@ -27,7 +27,7 @@ from verify.external.observe_rank_run import local_gradient, unread_by
 from verify.external.parameter_mapping import Addresses, StateMap, claimed, clean_name, layout_words, local_value
 from verify.external.ranks.torch_private import flat_shards, resting_shards
 from verify.external.torchrun.watched_script_record import HeldInScript
-from verify.programs.module_state import Kind, every_parameter
+from verify.programs.module_tensors_by_every_name import Kind, every_parameter
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from nnscaler.layout import Prefix, Sharded
 from nnscaler.runtime.cut_tensors import piece_of
-from verify.evidence.inputs.operand_shards import Lay
+from verify.evidence.inputs.cut_and_join_operands import Lay
 
 
 @dataclass(frozen=True, slots=True)
