@@ -42,7 +42,7 @@ from verify.programs.eager_reference import (
 from verify.programs.eager_with_program_draws import UnmatchedDraws
 from verify.programs.execution.record_rank_steps import Task
 from verify.programs.execution.run_on_backend import Failure, run_program
-from verify.programs.lemmas.user_operators_at_program_sizes import check_operators_alone
+from verify.programs.lemmas.user_operators_imported_alone import check_operators_alone
 from verify.programs.loaded_model_and_plan import PlanSubject, RunContext
 from verify.programs.localise import localise_apart
 from verify.programs.low_precision import NoiseRow, low_precision_outcomes

@@ -1,7 +1,7 @@
-"""Run a script once more with gradients of another size, or other numbers of labels, where its batches hide a mistake.
+"""Run a script once more with gradients of another size, where limits on gradients hide a mistake.
 
-Try what a script does to gradients by their size: larger ones where they are too small to show it, and smaller ones
-where it hides what else differs.
+Gradients are made larger where they are too small to show what a script does to them by their size, and smaller where
+that hides what else differs.
 
 A limit that no gradient reaches hides two mistakes: the norm of the wrong elements, of a shard or before a reduction,
 and another limit on every number of ranks. One that all gradients exceed hides a factor of all of them. Norms that
@@ -11,12 +11,6 @@ that it scales.
 
 What scales all gradients by their norm mixes up what differs: one that is not reduced makes each of them another
 number, of which no cause can be told. Gradients that no limit reaches have their causes.
-
-Try a script whose data parts count as many labels by chance on batches in which they count other numbers.
-
-A mean over labels is a sum and a count, and the mean of the parts' means is right only where all parts count as many. A
-script that pads its labels may have it so in the batches that are watched. Its ranks run once more with ever more of
-the labels ignored from part to part, wherever they come in, and the script on one rank is given the same ones.
 """
 
 from __future__ import annotations
@@ -26,25 +20,21 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import ceil, inf, isclose, isfinite, log2
 
-from torch import Tensor
-
 from nnscaler.error_text import first_line
 from nnscaler.errors import few
 from verify.external.comparison.compare import LATE
 from verify.external.comparison.comparison_records import ComparisonResult
 from verify.external.comparison.findings_from_differences import findings
 from verify.external.ranks.run_result import RanksFailed
-from verify.external.torchrun.compare_with_one_rank import Attempt, Judged, attempt_of, explained, judge
+from verify.external.torchrun.compare_with_one_rank import Attempt, Judged, attempt_of, explained
 from verify.external.torchrun.feed_data_of_all_ranks import Material
 from verify.external.torchrun.match_one_rank import Layout, NoParts, material_of, parts_of
-from verify.external.torchrun.replace_data_given_to_model import ignored_in
 from verify.external.torchrun.run_ranks_and_reference import Failed, NotMatched, ScriptRunner
 from verify.external.torchrun.watched_script_record import Clipped, ScriptRecord
-from verify.external.unequal_label_counts import NAME
 from verify.programs.causes.wrong_tensor import VAGUE
 from verify.results.finding import Finding
 from verify.results.report import Check
-from verify.results.verdict import Verdict, merge
+from verify.results.verdict import Verdict
 
 BEYOND, WITHIN = "gradients beyond a limit", "gradients within a limit"
 _LOUDER = 14  # bits: a power of 2 is exact in every dtype
@@ -250,53 +240,3 @@ def _bits(call: Clipped) -> int:
 
 def _with(judged: Judged, check: Check, found: tuple[Finding, ...]) -> Judged:
     return replace(judged, checks=(*judged.checks, check), findings=(*judged.findings, *found))
-
-
-# Other numbers of labels.
-
-
-_SAID = "with unequal numbers of labels in the data parts"
-
-
-def with_unequal_labels(
-    runner: ScriptRunner, judged: Judged, records: Sequence[ScriptRecord], layout: Layout
-) -> Judged:
-    """Compare once more with other numbers of labels in each data part, where all agrees, some are ignored, and as many
-    count in each. What shows nothing is left out: labels that no mean is taken over, and runs that do not end well."""
-    constants = tuple(sorted({value for record in records for value in record.ignored}))
-    if not judged.passes or runner.parts or layout.count == 1 or not _counted_alike(records, layout, constants):
-        return judged
-    kept = [(part + 1) / layout.count for part in layout.parts]
-    try:
-        made = runner.on_ranks(kept=kept, ignored=constants)
-        if parts_of(made) != layout.parts or not all(record.steps for record in made):
-            return judged
-        again = judge(runner, made, layout, material_of(made, layout.parts))
-        if again.attempt is None or not (again.attempt.agrees or _refuted(again)):
-            return judged
-        own = replace(again.attempt.material, scalars=False)
-        if again.passes and attempt_of(runner, made, layout, own, "part").agrees:
-            return judged
-    except (RanksFailed, NoParts, NotMatched, Failed):
-        return judged
-    verdict = merge([check.verdict for check in again.checks])
-    count, refuted = sum(check.count for check in again.checks), sum(check.refuted for check in again.checks)
-    found = tuple(replace(finding, message=f"{_SAID}, {finding.message}") for finding in again.findings)
-    return _with(judged, Check(NAME, verdict, count, refuted), found)
-
-
-def _refuted(judged: Judged) -> bool:
-    return any(check.verdict is Verdict.REFUTED for check in judged.checks)
-
-
-def _counted_alike(records: Sequence[ScriptRecord], layout: Layout, constants: Sequence[int]) -> bool:
-    """Return whether some labels that come in are ignored, and as many count in every data part."""
-    counts = [
-        [_counts(t, constants) for kind in sorted(own) for event in own[kind] for t in event]
-        for own in layout.events(records)
-    ]
-    return any(count for count in counts[0]) and all(own == counts[0] for own in counts)
-
-
-def _counts(tensor: Tensor, constants: Sequence[int]) -> dict[int, int]:
-    return {value: int((tensor == value).sum()) for value in ignored_in(tensor, constants)}
