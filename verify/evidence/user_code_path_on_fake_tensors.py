@@ -1,4 +1,4 @@
-"""The way that a run takes through a user's code, and whether it is another one on fake tensors.
+"""Find where a run on fake tensors takes another path through a user's code than one on real tensors.
 
 A proof follows an operator on fake tensors. Code may see that they are fake, or catch what they raise where a value is
 read; what is proved then is not what runs.

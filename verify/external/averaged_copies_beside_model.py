@@ -1,4 +1,4 @@
-"""Copies of the model that a program keeps beside the one that it trains: an average of its weights, say.
+"""Leave out the copies of a model that a program keeps beside the one that it trains: averages of its weights, say.
 
 Such a copy begins with the model's values and gets no gradient, and nobody but its author knows what it becomes. It is
 known by this: it is frozen, and the same rank trains the elements that it holds. A parameter that is frozen by mistake

@@ -1,4 +1,4 @@
-"""The checks of saving: each way in which a program can be saved, loaded into the plain model and on another mesh."""
+"""Check each way to save a program: what is saved is loaded into the plain model and on another mesh, and compared."""
 
 from __future__ import annotations
 

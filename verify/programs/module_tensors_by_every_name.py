@@ -1,4 +1,4 @@
-"""The tensors of a module by each of their names, whatever a wrapper makes of torch's ways to ask for them."""
+"""Yield a module's parameters and buffers by each of their names, whatever a wrapper makes of torch's own ways."""
 
 from __future__ import annotations
 

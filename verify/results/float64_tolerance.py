@@ -1,4 +1,4 @@
-"""The bound on differences that float64 rounding can explain, and how those that exceed it are judged.
+"""The bound on differences that rounding in float64 can explain, and how those that exceed it are judged.
 
 Lower precisions are judged by `verify.programs.low_precision`.
 

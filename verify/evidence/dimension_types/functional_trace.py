@@ -1,4 +1,4 @@
-"""A run of an operator as a list of functional steps: every value of a tensor has a number of its own.
+"""Trace a run of an operator as a list of functional steps: every value of a tensor has a number of its own.
 
 Every identifier of the annotation is a symbol, so one trace serves the split of each of them.
 """

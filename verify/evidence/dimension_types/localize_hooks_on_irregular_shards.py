@@ -1,9 +1,9 @@
-"""Ask a `localize` hook what it makes of a call beyond the equal contiguous blocks that a proof follows.
+"""Ask a `localize` hook what it makes of the call of irregular shards, of which a proof follows none.
 
-A proof knows the call of such a block: the model's, or one in which sizes follow the shard. It is a proof of every
-split only where the hook makes that same call of the others: of strided blocks, of sections, of unequal shards, of
-more parts, of nested axes, beside a split of another identifier, and of larger tensors. A hook is a function of
-descriptions, so that asking it costs nothing but its own time; what it refuses is in no program.
+A proof knows the call of an equal contiguous block: the model's, or one in which sizes follow the shard. It is a proof
+of every split only where the hook makes that same call of the others: of strided blocks, of sections, of unequal
+shards, of more parts, of nested axes, beside a split of another identifier, and of larger tensors. A hook is a function
+of descriptions, so that asking it costs nothing but its own time; what it refuses is in no program.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Express the result of an operator's `localize` hook as a call of the whole, with sizes that shrink with the shards.
+"""Express the call that a `localize` hook makes for a shard as a call of the whole, with sizes that shrink with shards.
 
 A hook that divides sizes (the pieces of a `split`, the groups of a convolution) is run for several numbers of parts: a
 number that shrinks with them is a size of the identifier, one that does not is the whole's. The call that results

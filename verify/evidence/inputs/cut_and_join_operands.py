@@ -1,4 +1,4 @@
-"""The layout of one operand on a mesh of one or two axes: cut a tensor into the ranks' pieces, and join them.
+"""Cut an operand into the pieces of the ranks of a mesh of one or two axes, as its layout says, and join them.
 
 The layouts of `nnscaler.layout`, cut by what cuts them in generated programs (`nnscaler.runtime.cut_tensors`). Two cuts
 of one dim are made from the outermost inwards, with `outer` in local units.

@@ -1,4 +1,4 @@
-"""Check gradients for some inputs only: they must be those that all inputs together get.
+"""Check gradients where only some inputs ask for one: they must be those that all inputs together get.
 
 A hand-written backward often looks at `ctx.needs_input_grad`; what it returns for one input must not depend on whether
 another asks. Without any gradient asked for, outputs must be the same as well.

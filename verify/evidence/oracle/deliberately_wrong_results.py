@@ -1,4 +1,4 @@
-"""Deliberately wrong variants of a result that is right: inputs on which they pass as well show nothing.
+"""Make deliberately wrong results out of a right one: inputs on which they pass as well show nothing.
 
 They are made from tensors that are there already, with no run of the operator:
 

@@ -1,4 +1,4 @@
-"""Kernels that check the sizes of what they are given, and how to ask a function on shapes that may not fit.
+"""Run a function on shapes that may not fit by kernels that check the sizes of what they are given, or on meta tensors.
 
 A CPU kernel that does not check its sizes reads or writes beyond its tensors, and takes the process with it
 (`_weight_norm`, fused attention). A function that runs only kernels of the list below raises instead. Shapes for any

@@ -1,4 +1,4 @@
-"""Records of one run of a program: what is compared, and what differs."""
+"""Records of a comparison: the run of a program and its oracle, each difference, and the result."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Explain a wrong gradient by the other tensors that hold elements of it: those of other ranks, cut in another way, and
-those of other names, where the program has made several parameters of a tied one.
+"""Explain a wrong gradient by the other tensors that share elements with it: those of other ranks, cut in another way,
+and those of other names, where the program has made several parameters of a tied one.
 
 Every element has an address (`verify.external.parameter_mapping`), so that no two tensors need be cut alike.
 """

@@ -1,4 +1,4 @@
-"""Follow a rank's graph, call by call, from the layouts of parameters and inputs to those of all tensors.
+"""Follow layouts through a rank's graph, call by call, from those of parameters and inputs to those of all tensors.
 
 Each call is given the facts of its operands and makes facts of its results. It is found among the calls of the plain
 model by what it reads, never by names; what the model does not have (a product that DTensor divides by the number of

@@ -1,4 +1,4 @@
-"""Factors of operands, taken out of a call in which the operator is linear.
+"""Pull factors of operands out of a call in which the operator is linear.
 
 Whether it is, the transfer rules say: an operator that makes terms of a sum from terms of a sum (in some operands
 together, the others whole) is linear in these, so that a common factor of theirs is a factor of its results. Where an

@@ -1,4 +1,4 @@
-"""Find the ranks that average their gradients and train on the same rows: the work of one, done by several."""
+"""Find the ranks that train on the same rows: they work together on them, or several do the work of one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find the data among the values that a script hands to its model and its loss, and put other data in their place."""
+"""Replace the data among the values that a script gives to its model and its loss, once they are found there."""
 
 from __future__ import annotations
 

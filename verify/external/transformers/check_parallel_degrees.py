@@ -1,4 +1,4 @@
-"""How many ranks share what under the plans of transformers, and which sizes go together."""
+"""Check the parallel degrees (tensor, expert, sharded data) that plans of transformers get: which go together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find what an operator asks of the place where it runs: it has to be one function of its inputs, on every rank.
+"""Find whether an operator depends on its rank, environment or torch's modes: it has to be one function of its inputs.
 
 Under test it runs on one rank of one process, in torch's usual modes. What it would compute elsewhere is found by
 running it there, as far as that can be had by setting variables and modes; that it asks torch.distributed is seen, and

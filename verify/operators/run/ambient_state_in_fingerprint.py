@@ -1,4 +1,4 @@
-"""The surroundings of every operator, which none names: torch's flags, modes and hooks, and what users put into it."""
+"""Collect the ambient state that a fingerprint holds: torch's flags, modes and hooks, and what users put into torch."""
 
 from __future__ import annotations
 

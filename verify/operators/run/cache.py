@@ -1,4 +1,4 @@
-"""Passes that need not be repeated: reports kept under a digest of all that they depend on.
+"""Cache the reports of operators that passed, under a digest of all that they depend on.
 
 Only passes without a finding are kept. A file that cannot be read, or is not what was written, is no entry.
 """

@@ -1,4 +1,5 @@
-"""Changes of a statement that may repair it, the most specific first, each run on what its ranks were taught.
+"""Try changes of a statement that may repair it, the most specific first, each on what its ranks were taught.
+
 A change is a sentence and a changed statement: what is wrapped around the right expression, an operand that is another,
 another function, a constant, the order of results, a conversion of layouts that is missing.
 """

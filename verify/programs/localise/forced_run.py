@@ -1,4 +1,4 @@
-"""Run a program on the simulator while it is taught, and run single statements of it again on other operands."""
+"""Run a program on the simulator with right values forced on it, and single statements again on other operands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Judge everything between the statements of a taught run: inputs, messages, the order of backward passes, the loss."""
+"""Judge the inputs, messages, order of backward passes and loss of a taught run: all that is between statements."""
 
 from __future__ import annotations
 

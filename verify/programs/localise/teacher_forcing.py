@@ -1,4 +1,4 @@
-"""Teach a run: give every statement right operands, whatever the statements before it computed.
+"""Force right operands into every statement of a run, whatever the statements before it computed.
 
 The idea
 --------

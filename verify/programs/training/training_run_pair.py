@@ -1,4 +1,4 @@
-"""Both sides of a training run, and one thing of them that is compared."""
+"""The pair of a training run, the model's and the ranks', and one thing of both that is compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The findings of the page, with the table of checks and the basis of a proof."""
+"""The page's findings, its table of checks, and the basis of a proof."""
 
 from __future__ import annotations
 

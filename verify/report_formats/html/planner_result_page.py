@@ -1,4 +1,4 @@
-"""`nnscaler plan --html`: the plan as one page without scripts."""
+"""The page of what the planner found, `nnscaler plan --html`: plan, simulated step, runners-up; without scripts."""
 
 from __future__ import annotations
 

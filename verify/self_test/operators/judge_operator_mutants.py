@@ -1,4 +1,4 @@
-"""The table of operator mutants: what verify-op says of each, and of its twin without the bug."""
+"""Judge operator mutants: what verify-op says of each, and of its twin without the bug."""
 
 from __future__ import annotations
 

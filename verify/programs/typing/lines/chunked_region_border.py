@@ -1,4 +1,4 @@
-"""A region that runs in pieces: what crosses its border, and in which layout.
+"""Type what crosses the border of a region that runs in pieces: in which layout tensors enter and leave.
 
 Its axis is one in time, whose coordinate is known in every call. What enters is given to each piece, and autograd adds
 up what the pieces send back: `Replicated`. What leaves becomes `Invariant` by rows of the table whose functions are

@@ -1,5 +1,4 @@
-"""Check the files beside the text of a program: the manifest that the runtime reads, and the tensors that it starts
-from.
+"""Check the manifest that the runtime reads beside a program's text, and the stored tensors that it starts from.
 
 Parameters, buffers and constants are compared by the hashes that the manifest has of each. Constants and buffers are
 compared with those that the model makes now as well, for they belong to the function: masks, tables, statistics. A

@@ -1,4 +1,4 @@
-"""Operators with right backwards written by hand, and the ways in which such backwards are wrong."""
+"""Right backwards written by hand, and the mistakes that make wrong ones of them."""
 
 from __future__ import annotations
 
