@@ -29,7 +29,7 @@ from verify.programs.lemmas.size_conditions import (
     place_of,
     simplify,
 )
-from verify.programs.lemmas.unify_sizes import Conflict, join_names, named, number
+from verify.programs.lemmas.solve_size_equations import Conflict, join_names, named, number
 from verify.programs.typing import Obligation
 
 BATCH = "batch"

@@ -24,7 +24,7 @@ from nnscaler.ir.operation_annotations import Signature
 from verify.evidence.inputs.concrete_call import function_of, outputs_of, with_tensors
 from verify.evidence.smt.smaller_calls import same_kind
 from verify.programs.lemmas.size_conditions import Followed, place_of
-from verify.programs.lemmas.unify_sizes import Conflict, join_names
+from verify.programs.lemmas.solve_size_equations import Conflict, join_names
 from verify.programs.typing import Obligation
 
 Shape = tuple[int, ...]
