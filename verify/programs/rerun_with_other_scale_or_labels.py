@@ -1,6 +1,9 @@
-"""The tasks that ranks run, and single steps beside the trajectory, each with its own reference.
+"""Run single steps beside the trajectory with another loss scale or other labels, each with its own reference.
+
 another loss scale   what is added in backward, or scaled twice, no longer cancels
 unequal labels       each piece of the batch has another number of labels that count, one has none
+
+The tasks of the ranks, in which these steps are, are made here too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Facts of the results of one call: views, permutations, sums, and calls of operators.
+"""Derive the facts of one call's results from those of its operands: views, permutations, sums, and calls of operators.
 
 A call of an operator is looked up among the model's by its operands (their terms and factors); its parameters are to
 be those of a shard's call. What the model does not have is a new term: a product that DTensor divides by the number

@@ -1,4 +1,4 @@
-"""Annotations that contradict themselves, shown on numbers.
+"""Refute an annotation that contradicts itself by a counter-example in numbers.
 
 `m k, k n -> m n` says that `k` may be split and that each shard then computes the output: an identifier without mark
 which an output lacks. The language refuses it, so no plan can contain it; asked about it, `verify_op` still answers

@@ -1,4 +1,4 @@
-"""A graph run at other sizes, on tensors without values: what has been inferred of sizes must come true.
+"""Run a graph at other sizes, on tensors without values: what has been inferred of sizes must come true.
 
 Numbers among the arguments that were sizes follow them, or stay, whichever gives the sizes that were inferred; the
 annotation has to be bound in the same form, and every choice of the plan has to be legal.

@@ -1,6 +1,6 @@
-"""Unify sizes: solve equations between them as they come.
+"""Solve equations between sizes as they come, by unification.
 
-This is unification (Robinson 1965) with polynomials in place of terms. An unknown size is a name of its own, for
+It is Robinson's (1965) with polynomials in place of terms. An unknown size is a name of its own, for
 example `?3`. An equation in which an unknown stands once, as a monomial by itself, solves it, and the solution is
 substituted in all others. An equation that cannot be solved yet is kept, and tried again after each new solution.
 """

@@ -1,4 +1,4 @@
-"""The questions of `rule_fuzz`: calls, what is split, and a state for every tensor.
+"""Draw what `rule_fuzz` asks: calls, what is split, and a state for every tensor.
 
 Calls are realistic ATen calls with symbols for sizes: what the sample calls of all built-in operators do, forward and
 backward, and the same with dims that have more factors. Splits and states are arbitrary, but mostly such that rules can
