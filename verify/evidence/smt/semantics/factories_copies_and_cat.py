@@ -1,4 +1,4 @@
-"""Semantics of operators that make tensors from numbers, copy them, and put them together."""
+"""Semantics of operators that make tensors from numbers, copy them, and concatenate them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines that compute nothing that counts: moves of elements that are undone, and pure operators that nothing reads.
+"""Lines without effect: dead code (pure operators whose results nothing reads) and moves of elements that are undone.
 
 Tensors without values ("meta") of a rank's shape say what torch would make of such a line; where shards are of unequal
 sizes, one for each place in the mesh.
