@@ -1,4 +1,4 @@
-"""Semantics of operators that make tensors from numbers, copy them, and concatenate them."""
+"""Semantics of operators that make tensors from numbers, copy them, and concatenate, repeat, pad or reorder them."""
 
 from __future__ import annotations
 
