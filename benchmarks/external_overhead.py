@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nnscaler.runtime.keep_freed_memory import kept_memory
 from verify.child_processes import Done, run_forked
-from verify.external.ranks.run import run_ranks
+from verify.external.ranks.run_ranks_here_or_in_child import run_ranks
 
 RANKS = 4
 WIDTH = 1024

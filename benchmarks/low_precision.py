@@ -40,7 +40,7 @@ from verify.programs.low_precision.judge_against_noise import measured
 from verify.programs.low_precision.noise_statistics import draw, targets_of
 from verify.programs.low_precision.run import Calibration, LowPrecisionResult, calibrate, compare
 from verify.programs.opened_program import OpenedProgram, open_program
-from verify.results.tolerance import Tolerance
+from verify.results.float64_tolerance import Tolerance
 from verify.results.verdict import Verdict, merge
 
 from low_precision_bugs import BUGS, Bug, plant  # isort: skip

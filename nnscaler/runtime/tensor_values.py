@@ -72,7 +72,7 @@ def distance_of_copies(a: Tensor, b: Tensor) -> tuple[int, float]:
 # what is the same on both sides is left out; and so is all of it in the family of parameters or of buffers, for a mask
 # may be one of them. Whole numbers do not round: none of them is a scale that hides a difference of one.
 
-FLOAT64_BOUND = 1e-9  # of differences that rounding in float64 explains: `verify.results.tolerance` says why
+FLOAT64_BOUND = 1e-9  # of differences that rounding in float64 explains: `verify.results.float64_tolerance` says why
 FAMILY_SHARE = 1e-3
 FILL = 1e6  # of what is as large as activations are
 

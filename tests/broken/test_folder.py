@@ -22,7 +22,7 @@ from tests.graph_text import parse_graph
 from tests.sampling import every
 from verify import Report, verify_plan
 from verify.programs.typing import check_program
-from verify.programs.typing.program_files.check_manifest import NAME
+from verify.programs.typing.program_files.check_manifest_and_stored_tensors import NAME
 from verify.results.finding import Finding
 
 

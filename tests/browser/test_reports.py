@@ -19,7 +19,7 @@ from nnscaler.tracing import trace
 from tests.browser.chromium import Chromium, find_chromium
 from tests.browser.looks import HARD_TO_READ, TOO_WIDE
 from tests.verify.test_report_html import SEQUENCES, source
-from verify.report_formats.html.plan_page import plan_page
+from verify.report_formats.html.planner_result_page import plan_page
 from verify.report_formats.html.timeline import events_page
 
 pytestmark = [

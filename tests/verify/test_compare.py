@@ -22,7 +22,7 @@ from verify.programs.eager_reference import (
     run_reference,
 )
 from verify.programs.execution.compare_variables import Variable, compare_variable
-from verify.results.tolerance import Tolerance
+from verify.results.float64_tolerance import Tolerance
 
 KEY = ("gradient", 0, "w")
 

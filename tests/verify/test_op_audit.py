@@ -24,7 +24,7 @@ from verify.operators.audit.side_effects import audit
 from verify.operators.audit.watch_effects_on_tensors import Probed
 from verify.results.finding import Finding
 from verify.results.finding_codes import CODES
-from verify.self_test.operators.mutants.right_backwards import with_backward
+from verify.self_test.operators.mutants.right_backwards_and_mistakes import with_backward
 
 Function = Callable[..., Any]
 

@@ -28,7 +28,7 @@ from tests.verify.size_branches import as_of_library
 from verify import Verdict
 from verify.operators.audit.handwritten_backward import handwritten
 from verify.operators.audit.watch_effects_on_tensors import Probed
-from verify.self_test.operators.mutants.right_backwards import with_backward
+from verify.self_test.operators.mutants.right_backwards_and_mistakes import with_backward
 
 
 class IgnoresItsCotangent(RmsNorm):

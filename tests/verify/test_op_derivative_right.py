@@ -32,7 +32,7 @@ from verify.evidence.inputs.draw_calls import choose_sizes, from_annotation
 from verify.evidence.verify_op_options import KINDS
 from verify.operators.audit.check_handwritten_derivative import check_derivative
 from verify.self_test.operators.mutants.mutant import spec_of
-from verify.self_test.operators.mutants.right_backwards import HOSTS, with_backward
+from verify.self_test.operators.mutants.right_backwards_and_mistakes import HOSTS, with_backward
 
 
 def test_the_right_norm() -> None:

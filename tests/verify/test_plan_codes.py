@@ -18,7 +18,7 @@ from verify.programs.execution.record_rank_steps import RankResult
 from verify.programs.execution.run_on_backend import Failure, finding_of
 from verify.programs.source_map import SourceMap
 from verify.programs.typing import check_program
-from verify.results.tolerance import Tolerance
+from verify.results.float64_tolerance import Tolerance
 from verify.results.verdict import Verdict
 
 ONE = torch.tensor(1.0, dtype=torch.float64)

@@ -21,7 +21,7 @@ from nnscaler.plan_source import SEARCH
 from nnscaler.transform.plan import Plan
 from verify.programs.request import WORDS, PlanRequest, make_token
 from verify.results.report import environment
-from verify.results.tokens import LONGEST, Damaged, RequestToken, Source, pack, unpack
+from verify.results.request_tokens import LONGEST, Damaged, RequestToken, Source, pack, unpack
 
 MODEL = """
 import torch

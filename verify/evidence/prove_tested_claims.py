@@ -27,7 +27,7 @@ from verify.evidence.oracle.enumerate_cases import Base
 from verify.evidence.oracle.run_whole_operator import WholeRun, run_whole
 from verify.evidence.smt.decide_equality import Limits
 from verify.evidence.smt.prove import prove_bounded
-from verify.evidence.way_through_user_code import other_way_on_fake_tensors
+from verify.evidence.user_code_path_on_fake_tensors import other_way_on_fake_tensors
 from verify.results.verdict import Condition, Strength, Verdict
 
 BOUNDED_STEPS = 2_500_000  # for one target of one sample call

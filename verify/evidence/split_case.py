@@ -1,4 +1,4 @@
-"""One comparison, as data: which inputs, which split over which mesh. Everything follows from it and the operator."""
+"""One split to compare, as data: which inputs, split how over which mesh. All else follows from it and the operator."""
 
 from __future__ import annotations
 

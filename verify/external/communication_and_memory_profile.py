@@ -17,7 +17,7 @@ from nnscaler.communication.stage_communication_calls import CallClass
 from nnscaler.manifest import CommunicationProfile, StageMemory, When
 from verify.external.observe_rank_run import PHASES, RankRecord, phase_of_step
 from verify.external.program import ExternalProgram
-from verify.external.ranks.run import RankCall, RankRun
+from verify.external.ranks.run_ranks_here_or_in_child import RankCall, RankRun
 from verify.external.ranks.unwaited_async_calls import note_of_forgotten
 from verify.external.reference import coordinates
 

@@ -30,13 +30,13 @@ from verify.external.comparison.replicas_under_dropout import finding as of_drop
 from verify.external.comparison.try_repairs import Repair, repair_of
 from verify.external.observe_rank_run import RankRecord, observe
 from verify.external.program import ExternalProgram
-from verify.external.ranks.run import RankRun, RanksFailed, run_ranks
+from verify.external.ranks.run_ranks_here_or_in_child import RankRun, RanksFailed, run_ranks
 from verify.external.reference import PlainReference, data_part, data_parts, piece_of_step, run_reference
 from verify.external.unequal_label_counts import NAME as LABELS
 from verify.external.unequal_label_counts import unequal_labels
 from verify.results.finding import Finding
+from verify.results.float64_tolerance import Tolerance
 from verify.results.report import Check
-from verify.results.tolerance import Tolerance
 from verify.results.verdict import Verdict
 
 T = TypeVar("T")

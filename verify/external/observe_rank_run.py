@@ -18,6 +18,7 @@ from torch.optim.optimizer import Optimizer
 from nnscaler.errors import NnscalerError, few
 from nnscaler.runtime.nested_values import tensors_in
 from nnscaler.tracing.export.module_copies import copied_with_hooks
+from verify.external.averaged_copies_beside_model import without_copies
 from verify.external.parameter_mapping import Lookup, RankPiece, local_value, match
 from verify.external.program import Batch, ExternalProgram
 from verify.external.ranks.call_sites import in_phase
@@ -34,8 +35,7 @@ from verify.external.reference import (
     part_of,
 )
 from verify.external.torchrun.cuda_on_cpu import OnCpu
-from verify.external.untrained_copies import without_copies
-from verify.programs.module_state import Kind, state_of
+from verify.programs.module_tensors_by_every_name import Kind, state_of
 
 
 @dataclass(frozen=True)

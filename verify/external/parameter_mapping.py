@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from nnscaler.runtime.tensor_values import FILL, as_real, bits_of, family_scale
-from verify.programs.module_state import Kind, state_of
+from verify.programs.module_tensors_by_every_name import Kind, state_of
 
 Addresses = range | Tensor  # a run of addresses, or one for each element of the local tensor, flattened
 _WRAPPERS = frozenset(

@@ -27,7 +27,7 @@ from verify.programs.eager_reference import (
     randomise_parameters,
     settle_gradients,
 )
-from verify.programs.module_state import every_parameter, state_of
+from verify.programs.module_tensors_by_every_name import every_parameter, state_of
 
 Buffers = dict[str, Tensor]
 RAISES = "the plain model itself raises on `batch()`"

@@ -17,7 +17,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.precision import FLOATS
 from nnscaler.model_file import find_target
 from verify.programs.request import Level
-from verify.results.tokens import RequestToken, RequestWords, Source, WordKind
+from verify.results.request_tokens import RequestToken, RequestWords, Source, WordKind
 
 EXECUTORS = ("simulator", "gloo", "both")
 REFERENCES = ("whole", "parts")

@@ -1,4 +1,4 @@
-"""Labels that a loss ignores: the batch with another number of counted labels in each data part, or micro-batch.
+"""Try the batch with unequal numbers of labels in its data parts, or micro-batches: the loss ignores the others.
 
 A mean over labels is a sum and a count. A program that takes the mean of its parts' means is right as long as all parts
 count as many labels, and a padded batch may do so by chance. So a batch that ignores some labels is tried once more,

@@ -16,7 +16,8 @@ from nnscaler.error_text import first_line
 from nnscaler.errors import NnscalerError, few
 from nnscaler.runtime.nested_values import map_tensors
 from nnscaler.tracing.export.module_copies import copied_with_hooks
-from verify.external.check_saving import check_saving
+from verify.external.averaged_copies_beside_model import COPY
+from verify.external.check_every_way_to_save import check_saving
 from verify.external.communication_and_memory_profile import communication_profile, memory, notes_of
 from verify.external.comparison.comparison_records import ComparisonResult
 from verify.external.comparison.findings_from_differences import findings
@@ -26,10 +27,9 @@ from verify.external.observe_rank_run import RankRecord, note_on_hooks
 from verify.external.parameter_mapping import StateMap, moved_names
 from verify.external.program import Batch, ExternalProgram
 from verify.external.ranks.attention_and_float64_of_torch import exact_throughout, register_attention
-from verify.external.ranks.run import RankRun, RanksFailed
+from verify.external.ranks.run_ranks_here_or_in_child import RankRun, RanksFailed
 from verify.external.reference import RAISES, check_rows, copied, initial_model, run_reference
 from verify.external.torchrun.cuda_on_cpu import WITHOUT_GPU, OnCpu, asks_for_gpu, cuda_is_the_cpu
-from verify.external.untrained_copies import COPY
 from verify.results.finding import Finding
 from verify.results.report import Check, Report, environment
 from verify.results.typed_attachments import Attachments

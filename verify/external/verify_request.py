@@ -27,7 +27,7 @@ from verify.external.request import (
 from verify.programs.loaded_model_and_plan import RunContext
 from verify.results.finding import Finding
 from verify.results.report import Check, Report, environment
-from verify.results.tokens import reproduce_line
+from verify.results.request_tokens import reproduce_line
 from verify.results.verdict import Verdict
 
 if TYPE_CHECKING:

@@ -1,4 +1,5 @@
-"""The state of the last gate run, and the order that follows from it: what is likely to be wrong runs first.
+"""Order what a gate runs by the state of its last run: what is likely to be wrong runs first.
+
 What failed last time goes first. Then the texts of all programs are read, which takes seconds and catches most errors.
 Then everything runs: what was refuted by its text first, then by the time that it is expected to take.
 """

@@ -19,11 +19,11 @@ from verify.programs.prepare_verification import Prepared
 from verify.programs.proof import Proof
 from verify.programs.request import WORDS, PlanRequest, make_token
 from verify.programs.training.compare_delayed_sgd import semantics_of
-from verify.programs.typing.program_files.check_manifest import NAME as STATE_CHECK
+from verify.programs.typing.program_files.check_manifest_and_stored_tensors import NAME as STATE_CHECK
 from verify.programs.typing.program_files.compare_operator_files import NAME as OPERATORS_CHECK
 from verify.results.finding import Finding
 from verify.results.report import Check, Report, environment
-from verify.results.tokens import reproduce_line
+from verify.results.request_tokens import reproduce_line
 from verify.results.typed_attachments import Attachments
 from verify.results.verdict import Verdict
 

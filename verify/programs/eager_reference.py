@@ -33,9 +33,9 @@ from nnscaler.tracing.float64_run import (
 )
 from nnscaler.tracing.sample_inputs import SampleInputs
 from verify.programs.eager_with_program_draws import Draw, ProgramDraws, UnmatchedDraws
-from verify.programs.module_state import Kind, every_parameter, state_of
+from verify.programs.module_tensors_by_every_name import Kind, every_parameter, state_of
 from verify.results.finding import Finding
-from verify.results.tolerance import Key, Tolerance
+from verify.results.float64_tolerance import Key, Tolerance
 
 _told = partial(model_errors, "the model itself raises on the sample batch", UnmatchedDraws)
 

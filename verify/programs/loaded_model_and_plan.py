@@ -1,4 +1,4 @@
-"""The objects beside a `PlanRequest`, which holds none: the loaded model and plan, and who is told of the run."""
+"""The loaded model and plan beside a `PlanRequest`, which holds no objects; and who is told of the run."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.precision import FLOATS
 from nnscaler.model_file import find_target
 from nnscaler.plan_source import CompileRequest, is_words, plan_text, schedule_file
-from verify.results.tokens import RequestToken, RequestWords, Source, WordKind
+from verify.results.request_tokens import RequestToken, RequestWords, Source, WordKind
 
 if TYPE_CHECKING:
     pass

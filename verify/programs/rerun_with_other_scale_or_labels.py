@@ -1,6 +1,9 @@
-"""The tasks that ranks run, and single steps beside the trajectory, each with its own reference.
+"""Run single steps beside the trajectory with another loss scale or other labels, each with its own reference.
+
 another loss scale   what is added in backward, or scaled twice, no longer cancels
 unequal labels       each piece of the batch has another number of labels that count, one has none
+
+The tasks of the ranks, in which these steps are, are made here too.
 """
 
 from __future__ import annotations
@@ -29,8 +32,8 @@ from verify.programs.execution.run_on_backend import Failure, finding_of
 from verify.programs.prepare_verification import Prepared
 from verify.programs.request import PlanRequest
 from verify.programs.source_map import SourceMap
+from verify.results.float64_tolerance import Tolerance
 from verify.results.report import Check
-from verify.results.tolerance import Tolerance
 from verify.results.verdict import Verdict
 
 # A copy of the batch in which every piece, of a rank and a micro-batch, has another number of labels that count.

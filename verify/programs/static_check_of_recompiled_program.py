@@ -1,4 +1,4 @@
-"""Type a program's text before it is trusted: what an engine asks of the programs that it compiles on the way."""
+"""Check statically, by typing its text, a program that an engine compiles on the way, before it is trusted."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ from verify.programs.eager_reference import (
 from verify.programs.eager_with_program_draws import UnmatchedDraws
 from verify.programs.execution.record_rank_steps import Task
 from verify.programs.execution.run_on_backend import Failure, run_program
-from verify.programs.lemmas.operators_of_users import check_operators_alone
+from verify.programs.lemmas.user_operators_imported_alone import check_operators_alone
 from verify.programs.loaded_model_and_plan import PlanSubject, RunContext
 from verify.programs.localise import localise_apart
 from verify.programs.low_precision import NoiseRow, low_precision_outcomes
@@ -54,7 +54,7 @@ from verify.programs.rerun_with_other_scale_or_labels import Beside, failed, mak
 from verify.programs.source_map import SourceMap
 from verify.programs.training.compare_delayed_sgd import check_stream, is_stream
 from verify.programs.training.run import check_training
-from verify.programs.typing.program_files.check_manifest import Stored, check_batch, check_state
+from verify.programs.typing.program_files.check_manifest_and_stored_tensors import Stored, check_batch, check_state
 from verify.programs.typing.program_files.compare_operator_files import check_operator_files
 from verify.results.finding import Finding
 from verify.results.report import Check, Report

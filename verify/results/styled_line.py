@@ -1,4 +1,4 @@
-"""The result of a report format for people: lines of styled text. Colours are chosen by whoever prints them."""
+"""Lines of styled text, which formats for people return. Colours are chosen by whoever prints them."""
 
 from __future__ import annotations
 

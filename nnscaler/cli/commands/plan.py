@@ -157,7 +157,7 @@ def _write(
 ) -> None:
     """The files that are asked for. Raises NnscalerError("cannot_write")."""
     from nnscaler.atomic_writes import write_text
-    from verify.report_formats.html.plan_page import plan_page
+    from verify.report_formats.html.planner_result_page import plan_page
 
     console: Console = options.console
     texts: list[tuple[Path | None, str]] = [(options.out, found.plan.to_json())]

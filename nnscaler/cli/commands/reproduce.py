@@ -13,7 +13,7 @@ from nnscaler.errors import NnscalerError
 
 if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console
-    from verify.results.tokens import RequestWords
+    from verify.results.request_tokens import RequestWords
 
 PLAN_PREFIX, EXTERNAL_PREFIX = "nns2:", "nns3:"
 NAME = "reproduce"

@@ -107,7 +107,7 @@ def test_a_pipeline_is_replayed_and_drawn(model: str, tmp_path: Path, capsys: py
 def test_only_the_first_passes_of_very_many_are_drawn(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("verify.report_formats.html.plan_page.BARS", 10)
+    monkeypatch.setattr("verify.report_formats.html.planner_result_page.BARS", 10)
     kept, page = sizes(tmp_path / "kept.toml", pp=2, micro_batches=12), tmp_path / "plan.html"
     words = ["plan", model, "--ranks", "2", "--cluster", "a100x8", "--constraints", str(kept)]
     assert main([*words, "--html", str(page)]) == 0

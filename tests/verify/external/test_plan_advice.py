@@ -8,7 +8,7 @@ import pytest
 
 from verify.external.request import ExternalRequest
 from verify.external.transformers import expand_requests
-from verify.external.transformers.check_degrees_and_sizes import PlanChanges
+from verify.external.transformers.check_parallel_degrees import PlanChanges
 from verify.external.transformers.lint_and_repair_plan import verify_plan_of_library
 
 RULE, RIGHT, WRONG = "model.layers.*.self_attn.q_norm", "replicated_with_grad_allreduce", "replicate"

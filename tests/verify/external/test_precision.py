@@ -22,7 +22,7 @@ from tests.verify.external.programs import program
 from verify.external.differential_run import ExternalSettings
 from verify.external.ranks.attention_and_float64_of_torch import exact_throughout
 from verify.external.verify import verify_program
-from verify.results.tolerance import Tolerance
+from verify.results.float64_tolerance import Tolerance
 from verify.results.verdict import Verdict
 
 POLICY = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.bfloat16)

@@ -16,7 +16,7 @@ from nnscaler.cli.main import build_parser, main
 from nnscaler.errors import NnscalerError
 from verify.external.request import WORDS, ExternalRequest, make_token, script_file
 from verify.results.report import environment, version_of
-from verify.results.tokens import LONGEST, RequestToken, Source, pack, reproduce_line
+from verify.results.request_tokens import LONGEST, RequestToken, Source, pack, reproduce_line
 
 encode, decode, request_of = WORDS.encode, WORDS.decode, WORDS.request_of
 names = st.text(min_size=1, max_size=6)

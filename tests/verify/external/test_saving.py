@@ -16,7 +16,7 @@ from tests.verify.external import programs
 from verify.external.differential_run import ExternalSettings
 from verify.external.program import ExternalProgram
 from verify.external.transformers.build_program import transformers_program
-from verify.external.transformers.check_degrees_and_sizes import PlanSizes
+from verify.external.transformers.check_parallel_degrees import PlanSizes
 from verify.external.verify import verify_program
 from verify.results.report import Report
 from verify.results.verdict import Verdict

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from verify.external.transformers.build_program import build
-from verify.external.transformers.check_degrees_and_sizes import PlanSizes
+from verify.external.transformers.check_parallel_degrees import PlanSizes
 from verify.external.transformers.expand_requests import flag_variants
 from verify.external.transformers.lint_and_repair_plan import (
     PlanLint,

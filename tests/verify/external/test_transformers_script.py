@@ -11,7 +11,7 @@ import pytest
 from nnscaler.errors import NnscalerError
 from tests.verify.external.script_runs import ScriptResult, read_result, run_script
 from verify.external.transformers.build_program import build, distributed_options
-from verify.external.transformers.check_degrees_and_sizes import PlanChanges, PlanSizes
+from verify.external.transformers.check_parallel_degrees import PlanChanges, PlanSizes
 from verify.external.transformers.repro_script import minimal_script
 
 

@@ -18,7 +18,7 @@ from verify.external.transformers.build_program import (
     linear_loss,
     transformers_program,
 )
-from verify.external.transformers.check_degrees_and_sizes import PlanChanges, PlanSizes
+from verify.external.transformers.check_parallel_degrees import PlanChanges, PlanSizes
 from verify.external.verify import Outcome, verify_in
 from verify.results.verdict import Verdict
 

@@ -7,7 +7,7 @@ import torch
 
 from nnscaler.layout import Invariant, Partial, Replicated, Sharded, State
 from nnscaler.runtime.shards import assemble, unravel
-from verify.programs.localise.reference_values import Dealer
+from verify.programs.localise.interpret_graph_on_whole_batch import Dealer
 
 SIZES = {"dp": 2, "tp": 3, "micro": 2}
 LAYOUTS: list[dict[str, State]] = [

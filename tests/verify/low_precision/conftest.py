@@ -25,7 +25,7 @@ from verify.programs.eager_reference import Trajectory, logical_state, names_of,
 from verify.programs.execution.record_rank_steps import Entry, RankResult, role_file
 from verify.programs.low_precision import NoiseRow, low_precision_outcomes
 from verify.programs.opened_program import OpenedProgram, open_program
-from verify.results.tolerance import Tolerance
+from verify.results.float64_tolerance import Tolerance
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from verify import verify_plan
 from verify.programs.low_precision import run as level
 from verify.programs.low_precision.judge_against_noise import FIRST_DRAWS, Measured
 from verify.programs.low_precision.noise_statistics import NearTies, Noise, NoisyModel, Statistics, Target, draw_noise
-from verify.results.tolerance import Key
+from verify.results.float64_tolerance import Key
 from verify.results.verdict import Verdict, merge
 from verify.self_test.programs.right_programs import BATCH, shorten
 

@@ -12,7 +12,7 @@ from nnscaler.ir.conversion_table_and_paths import explain_illegal
 from nnscaler.layout import INVARIANT, PARTIAL, REPLICATED, Partial, Sharded, State
 from nnscaler.runtime import shards
 from tests.layouts import positions
-from verify.evidence.inputs.operand_shards import gather, lay_of, local_shape, spread
+from verify.evidence.inputs.cut_and_join_operands import gather, lay_of, local_shape, spread
 from verify.evidence.split_case import uneven_sizes
 
 SHAPE = (12, 36, 4)

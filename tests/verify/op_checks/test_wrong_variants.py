@@ -9,8 +9,8 @@ from op_registry.registry import default_registry
 
 from nnscaler.layout import PARTIAL, Sharded
 from nnscaler.runtime.cut_tensors import pieces_of
-from verify.evidence.inputs.operand_shards import lay_of
-from verify.evidence.oracle.wrong_result_variants import variants_of
+from verify.evidence.inputs.cut_and_join_operands import lay_of
+from verify.evidence.oracle.deliberately_wrong_results import variants_of
 from verify.evidence.verify_op_options import OpOptions
 from verify.operators.report_on_operator import verify_spec
 

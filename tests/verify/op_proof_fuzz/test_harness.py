@@ -29,7 +29,13 @@ from verify.evidence.dimension_types.states import (
     Zero,
 )
 from verify.evidence.inputs.draw_values import random_terms
-from verify.self_test.transfer_rules.calls import DrawnCall, draw_split, draw_states, drawn_calls, operands_of
+from verify.self_test.transfer_rules.draw_calls_and_states import (
+    DrawnCall,
+    draw_split,
+    draw_states,
+    drawn_calls,
+    operands_of,
+)
 from verify.self_test.transfer_rules.handwritten_calls import direct_calls
 from verify.self_test.transfer_rules.rule_fuzz import QUICK, Effort, RuleResult, fuzz_rule, replaced, with_states
 from verify.self_test.transfer_rules.run import RulesReport, fuzz_in_children

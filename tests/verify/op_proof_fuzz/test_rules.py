@@ -15,7 +15,7 @@ from tests.sampling import every
 from tests.verify.op_proof_fuzz.cover import COVER
 from tests.verify.op_proofs.test_registry import TESTED
 from verify.evidence.dimension_types.rules import RULES, conclude, rule_of
-from verify.self_test.transfer_rules.calls import DrawnCall, DrawnCalls, drawn_calls
+from verify.self_test.transfer_rules.draw_calls_and_states import DrawnCall, DrawnCalls, drawn_calls
 from verify.self_test.transfer_rules.handwritten_calls import direct_calls
 from verify.self_test.transfer_rules.rule_fuzz import QUICK, by_overload
 from verify.self_test.transfer_rules.run import ENOUGH, PLANTED, fuzz_in_children, fuzz_rules, missed_plants

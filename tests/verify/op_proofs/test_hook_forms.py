@@ -14,7 +14,7 @@ from op_registry.spec import OperatorSpec, Refusal, SchemaParameter, Shards
 
 from nnscaler.ir.placement import Split
 from tests.verify.op_proofs.proving import floats, signature_of
-from verify.evidence.dimension_types.localize_hooks_on_other_shards import left_alone
+from verify.evidence.dimension_types.localize_hooks_on_irregular_shards import left_alone
 from verify.evidence.dimension_types.prove import Proof, prove
 from verify.evidence.inputs.concrete_call import make_call
 

@@ -8,7 +8,7 @@ import torch
 from sympy import Symbol
 
 from tests.verify.op_proofs.rule_harness import Sized, conclude_on
-from verify.evidence.dimension_types.check_size_guards import reduced
+from verify.evidence.dimension_types.check_size_guards_on_shards import reduced
 from verify.evidence.dimension_types.states import (
     CONSTANT,
     PARTIAL_MAX,

@@ -17,7 +17,7 @@ import torch
 from tests.verify.op_run.test_cache import load
 from verify.evidence.inputs.find_operator import record_of
 from verify.evidence.verify_op_options import OpOptions
-from verify.operators.run.ambient_torch_state import flags
+from verify.operators.run.ambient_state_in_fingerprint import flags
 from verify.operators.run.cache import Cache, key_of
 from verify.operators.run.file_and_process_reads import outside_reads
 from verify.operators.run.fingerprint import Opaque

@@ -17,7 +17,7 @@ from verify.self_test.operators import judge_operator_mutants
 from verify.self_test.operators.ablate_safeguards import EARNERS, WITNESSES, ablations, run_ablation
 from verify.self_test.operators.judge_operator_mutants import Judgement, judge, operator_mutants, run_operators
 from verify.self_test.operators.mutants.mutant import Family, OperatorMutant
-from verify.self_test.operators.mutants.right_backwards import HOSTS, raw
+from verify.self_test.operators.mutants.right_backwards_and_mistakes import HOSTS, raw
 
 MUTANTS = {m.name: m for m in operator_mutants()}
 _SILENT = lambda _: None  # noqa: E731 - the shortest way to say it
@@ -51,7 +51,7 @@ def test_a_mutant_differs_from_its_twin_in_what_it_does_only() -> None:
 @pytest.mark.parametrize("host", HOSTS, ids=lambda h: h.name)
 def test_the_hosts_backwards_are_right(host: object) -> None:
     """Against torch's own derivative of the forward."""
-    from verify.self_test.operators.mutants.right_backwards import Host
+    from verify.self_test.operators.mutants.right_backwards_and_mistakes import Host
 
     assert isinstance(host, Host)
     sizes = {"silu": [(5, 4)], "sigmoid": [(5, 4)], "tanh": [(5, 4)], "softmax": [(5, 4)], "matmul": [(5, 4), (4, 3)]}

@@ -12,6 +12,7 @@ from typing import Any
 
 from op_registry.call import instances_in
 
+from verify.evidence.dimension_types.functional_trace import FunctionalCall, StepTensor, Trace
 from verify.evidence.dimension_types.rules import conclude
 from verify.evidence.dimension_types.rules.call_with_states import Operand, RuleCall, unknown
 from verify.evidence.dimension_types.states import (
@@ -25,7 +26,6 @@ from verify.evidence.dimension_types.states import (
     checked,
     symbols_of,
 )
-from verify.evidence.dimension_types.trace import FunctionalCall, StepTensor, Trace
 
 
 def interpret(trace: Trace, given: Mapping[int, State], split: Symbols) -> dict[int, State]:

@@ -26,9 +26,11 @@ from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice, RunPartial, Split
 from nnscaler.layout import Invariant, Partial, Replicated, Sharded, gradient_state
 from nnscaler.layout import State as Layout
-from verify.evidence.dimension_types.check_size_guards import equals, granted
+from verify.evidence.dimension_types.check_size_guards_on_shards import equals, granted
+from verify.evidence.dimension_types.functional_trace import Trace, record, simplified
 from verify.evidence.dimension_types.interpret import interpret
-from verify.evidence.dimension_types.localize_hooks_on_other_shards import asked_otherwise
+from verify.evidence.dimension_types.localize_hooks_on_irregular_shards import asked_otherwise
+from verify.evidence.dimension_types.localized_call_as_whole_call import NoProof, whole_call
 from verify.evidence.dimension_types.states import (
     PARTIAL_MAX,
     PARTIAL_SUM,
@@ -50,8 +52,6 @@ from verify.evidence.dimension_types.states import (
     substituted,
 )
 from verify.evidence.dimension_types.symbolic_call import SymbolicCall, make_symbolic
-from verify.evidence.dimension_types.trace import Trace, record, simplified
-from verify.evidence.dimension_types.whole_call_of_localize_hook import NoProof, whole_call
 from verify.evidence.inputs.concrete_call import ConcreteCall, function_of
 from verify.evidence.operator_trace import quiet
 from verify.results.verdict import Condition

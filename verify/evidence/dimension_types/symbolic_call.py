@@ -23,8 +23,8 @@ from op_registry.call import Call, TensorArgument, map_instances
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.is_user_file import beside
 from nnscaler.runtime.start_autograd import start_autograd
+from verify.evidence.dimension_types.localized_call_as_whole_call import resolved
 from verify.evidence.dimension_types.states import Size, size_of
-from verify.evidence.dimension_types.whole_call_of_localize_hook import resolved
 from verify.evidence.inputs.concrete_call import with_tensors
 
 # Record who asked about a size: the operator's own code, or torch's kernels.

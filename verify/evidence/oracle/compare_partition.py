@@ -26,10 +26,10 @@ from nnscaler.runtime.communication.communicator import CommunicationError, Comm
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.tensor_values import TensorDifference, difference, family_scale, largest
 from verify.evidence.inputs.concrete_call import function_of, outputs_of, plain_of, with_tensors
-from verify.evidence.inputs.operand_shards import Lay, gather, groups_of, lay_of, local_shape, ranks_of, spread
+from verify.evidence.inputs.cut_and_join_operands import Lay, gather, groups_of, lay_of, local_shape, ranks_of, spread
+from verify.evidence.oracle.deliberately_wrong_results import Variant, variants_of
 from verify.evidence.oracle.run_whole_operator import WholeRun, as_leaves, gradients_of, random_arguments
 from verify.evidence.oracle.tolerance import Bound
-from verify.evidence.oracle.wrong_result_variants import Variant, variants_of
 from verify.evidence.verify_op_options import Safeguards
 
 AXES = ("shards", "groups")

@@ -1,4 +1,4 @@
-"""Kernels that check the sizes of what they are given, and how to ask a function on shapes that may not fit.
+"""Run a function on shapes that may not fit by kernels that check the sizes of what they are given, or on meta tensors.
 
 A CPU kernel that does not check its sizes reads or writes beyond its tensors, and takes the process with it
 (`_weight_norm`, fused attention). A function that runs only kernels of the list below raises instead. Shapes for any
@@ -20,8 +20,8 @@ from op_registry.spec import OperatorSpec
 
 from nnscaler.runtime.communication.communicator import ProgramError
 from verify.evidence.inputs.concrete_call import function_of
+from verify.evidence.inputs.cut_and_join_operands import local_shape, ranks_of
 from verify.evidence.inputs.meta_preflight import tried_on_meta
-from verify.evidence.inputs.operand_shards import local_shape, ranks_of
 from verify.evidence.operator_trace import Observer
 from verify.evidence.oracle.compare_partition import AXES, Partition, ShardRaised
 from verify.evidence.oracle.run_whole_operator import WholeRun

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from verify.evidence.way_through_user_code import followed, line_number, line_of, users
+from verify.evidence.user_code_path_on_fake_tensors import followed, line_number, line_of, users
 
 Decisions = tuple[Hashable, ...]
 _BOUNDING = ("clamp", "maximum", "minimum", "fmax", "fmin", "relu", "hardtanh", "threshold")

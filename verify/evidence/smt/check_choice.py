@@ -1,4 +1,4 @@
-"""One choice in so many parts: proved, or not and why, with a counter-example if there is one."""
+"""Check one choice in a number of parts: proved, or not and why, with a counter-example if there is one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The elements that operators compute with, and what can be done with them.
+"""Arithmetic on the elements that operators compute with: exact numbers, or symbols.
 
 An element of a tensor is a number (bool, int, Fraction; float only where a function such as exp made it) or, in
 `terms.Terms`, a term of Z3. The semantics of operators are written once against this interface: on numbers they are

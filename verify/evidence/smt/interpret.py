@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from verify.evidence.smt.element_arithmetic import Numbers, Unsupported, kind_of_dtype, literal
 from verify.evidence.smt.semantics import (
     convolution_and_unfold,
-    factories_and_copies,
+    factories_copies_and_cat,
     indexing,
     pointwise,
     reductions_and_products,
@@ -35,7 +35,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
     {
         **pointwise.RULES,
         **reductions_and_products.RULES,
-        **factories_and_copies.RULES,
+        **factories_copies_and_cat.RULES,
         **indexing.RULES,
         **convolution_and_unfold.RULES,
         **softmax_norms_and_losses.RULES,

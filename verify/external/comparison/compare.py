@@ -20,9 +20,9 @@ from nnscaler.runtime.tensor_values import (
     same_values,
 )
 from verify.external.comparison.comparison_records import IN_STEP, ComparisonResult, Difference, ProgramRun
+from verify.external.comparison.explain_gradient_by_shared_elements import WrongGradient
 from verify.external.comparison.losses_and_norms import compare_losses, compare_norms
 from verify.external.comparison.reference_in_parts_and_noise import MEAN_OF_MEANS, cause_by_micro_batches
-from verify.external.comparison.shared_elements import WrongGradient
 from verify.external.comparison.wrong_state_after_step import cause_elsewhere, cause_of_state
 from verify.external.observe_rank_run import ObservedStep, RankRecord
 from verify.external.parameter_mapping import RankPiece, addresses_as_tensor, taken

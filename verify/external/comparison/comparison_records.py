@@ -1,4 +1,4 @@
-"""Records of one run of a program: what is compared, and what differs."""
+"""Records of a comparison: the run of a program and its oracle, each difference, and the result."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from verify.external.observe_rank_run import RankRecord
 from verify.external.program import ExternalProgram
 from verify.external.reference import PlainReference
 from verify.programs.causes.wrong_tensor import Cause, WrongTensor
+from verify.results.float64_tolerance import Tolerance
 from verify.results.report import Check
-from verify.results.tolerance import Tolerance
 from verify.results.verdict import Verdict, merge
 
 PartGradients = Callable[[int, int], Tensor]  # step and data part -> gradients over all addresses

@@ -4,10 +4,10 @@ The plain model in parts: what pipelines and accumulation compute where micro-ba
 
 How far the plain model moves by rounding alone: what a right program's values may differ by.
 
-In float64 the bound of `verify.results.tolerance` decides, and noise is measured only where something exceeds it. In
-narrower dtypes the truth is the model in float64 from values of the dtype, and noise is the largest distance from it of
-some runs of the model in the dtype: as it is, in the data parts of the program, with parameters moved by a unit in the
-last place, sums taken in another order, and choices among nearly equal values made otherwise
+In float64 the bound of `verify.results.float64_tolerance` decides, and noise is measured only where something exceeds
+it. In narrower dtypes the truth is the model in float64 from values of the dtype, and noise is the largest distance
+from it of some runs of the model in the dtype: as it is, in the data parts of the program, with parameters moved by a
+unit in the last place, sums taken in another order, and choices among nearly equal values made otherwise
 (`verify.programs.low_precision`).
 """
 
@@ -35,7 +35,7 @@ from verify.external.reference import (
 from verify.programs.causes.wrong_tensor import Cause
 from verify.programs.low_precision.noise_statistics import NearTies, moved_model, rounded_model
 from verify.programs.low_precision.reassociation_mode import Reassociated
-from verify.results.tolerance import Key, Tolerance
+from verify.results.float64_tolerance import Key, Tolerance
 
 MicroMeans = Callable[[int], Iterator[tuple[int, Tensor, Tensor]]]
 MEAN_OF_MEANS = Cause(

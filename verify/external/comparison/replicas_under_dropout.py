@@ -1,6 +1,7 @@
-"""With dropout on no rank can be compared with the plain model, but copies can be with each other: where ranks hold the
-same elements and see the same rows, their gradients are equal only if they drop the same; and so are the losses of
-ranks that see the same rows, whatever they hold.
+"""Compare replicas with each other under dropout: their gradients and losses are equal only if they drop the same.
+
+With dropout on no rank can be compared with the plain model, but copies can: the gradients of ranks that hold the same
+elements and see the same rows, and the losses of ranks that see the same rows, whatever they hold.
 
 Worked example. Under tensor parallelism every rank drops of the same activation after a row-parallel linear. Seeds that
 depend on the rank drop other elements on each of them: the losses differ, and so do the gradients of every copy.

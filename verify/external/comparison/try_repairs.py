@@ -1,4 +1,4 @@
-"""Repairs that a cause suggests, as lines to add after `parallelize`: each is tried on a copy before it is shown."""
+"""Try the repairs that a cause suggests, as lines to add after `parallelize`, on a copy before one is shown."""
 
 from __future__ import annotations
 

@@ -18,7 +18,8 @@ below it.
     terms       logical tensors, each different one once, whatever the order of sums (`terms.py`, `call_normal_form.py`)
     rules       from the states of operands to those of results, axis by axis (`result_states_of_rank_call.py`,
                 `attention_rms_norm_loss_rules.py`)
-    conversions all_reduce, all_gather, reduce_scatter, all_to_all, slices (`facts.py`, `follow_rank_graph.py`)
+    conversions all_reduce, all_gather, reduce_scatter, all_to_all, slices (`facts.py`,
+                `follow_layouts_in_rank_graph.py`)
     ends        loss, gradients and buffers: the right term, once, in the layout of their placements
                 (`premises_and_goals.py`)
 

@@ -1,6 +1,6 @@
-"""Transfer rules of what a traced step has beside the operators of `verify.evidence.dimension_types.rules`.
+"""Transfer rules of attention and RMS norm as torch runs them on a CPU, and of the mean of a loss over rows.
 
-Attention and RMS norm as torch runs them on a CPU, forward and backward, and the mean of a loss over rows. The latter
+A traced step has these, forward and backward, beside the operators of `verify.evidence.dimension_types.rules`. The mean
 is the one place where a shard's result is not a term of the whole's: a mean over a rank's rows divides by its own
 count. If all parts have the same count, the parts' means add up to `parts` times the whole's, and each count is the
 whole's divided by `parts`. That the counts agree is a condition of the proof, which is checked on the batch.

@@ -1,4 +1,4 @@
-"""The form of a call that both graphs are brought to, before anything is known of its tensors.
+"""The normal form of a call, to which both graphs are brought before anything is known of its tensors.
 
 Each function of this module looks at one recorded call and at the forms (shape, dtype) of its tensors, and says what it
 is: the same tensor again, a multiple, a sum, a view, a permutation, one number everywhere, or a call of an operator.

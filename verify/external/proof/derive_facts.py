@@ -1,4 +1,4 @@
-"""Facts of the results of one call: views, permutations, sums, and calls of operators.
+"""Derive the facts of one call's results from those of its operands: views, permutations, sums, and calls of operators.
 
 A call of an operator is looked up among the model's by its operands (their terms and factors); its parameters are to
 be those of a shard's call. What the model does not have is a new term: a product that DTensor divides by the number
@@ -21,6 +21,7 @@ from verify.evidence.dimension_types.states import CONSTANT, SAME, ZERO, Partial
 from verify.external.proof import facts as layouts
 from verify.external.proof.call_normal_form import OperatorForm, Sum
 from verify.external.proof.facts import Fact, NoFact
+from verify.external.proof.pull_out_linear_factors import tensors_of
 from verify.external.proof.rank_graph import CallOutput, Form
 from verify.external.proof.recognised_idioms import own_rows
 from verify.external.proof.reference_as_terms import ProofReference, multiplied_by_one, operand_order, parameters
@@ -33,7 +34,6 @@ from verify.external.proof.result_states_of_rank_call import (
     States,
     local_shape,
 )
-from verify.external.proof.scalar_factors import tensors_of
 from verify.external.proof.terms import UNIT, Shape, WholeTerm
 
 MOST = 16  # combinations of operands' facts, and of dims that axes may divide

@@ -24,7 +24,7 @@ from op_registry.call import map_leaves
 from op_registry.source_location import SourceLocation
 
 from nnscaler.is_user_file import beside
-from verify.evidence.dimension_types.trace import written
+from verify.evidence.dimension_types.functional_trace import written
 from verify.evidence.inputs.concrete_call import flat
 from verify.evidence.operator_trace import arguments_of, functional
 from verify.external.proof.rank_graph import CallOutput, Form, RecordedCall

@@ -21,7 +21,7 @@ from nnscaler.runtime.nested_values import tensors_in
 from nnscaler.without_garbage_collection import without_garbage_collection
 from verify.external.program import ExternalProgram
 from verify.external.proof.facts import Fact, NoFact
-from verify.external.proof.follow_rank_graph import Followed, Follower, Lost
+from verify.external.proof.follow_layouts_in_rank_graph import Followed, Follower, Lost
 from verify.external.proof.premises_and_goals import (
     EndClaim,
     EndDifference,

@@ -28,9 +28,9 @@ from verify.external.proof.attention_rms_norm_loss_rules import OWN_ROWS
 from verify.external.proof.call_normal_form import OperatorForm
 from verify.external.proof.facts import Fact
 from verify.external.proof.graph_recorder import CAPTURED
+from verify.external.proof.pull_out_linear_factors import tensors_of
 from verify.external.proof.rank_graph import Aligned, CallOutput, Follows, Form, RecordedCall
 from verify.external.proof.result_states_of_rank_call import Failure, Lifting, Pair, PairedCall
-from verify.external.proof.scalar_factors import tensors_of
 from verify.external.proof.terms import UNIT, Terms
 
 _AS_IT_IS = frozenset(f"aten.{name}.default" for name in ("clone", "alias", "detach", "lift_fresh", "lift_fresh_copy"))

@@ -19,8 +19,8 @@ from verify.external.proof.call_normal_form import (
     normal_form,
 )
 from verify.external.proof.graph_recorder import CAPTURED, STALE
+from verify.external.proof.pull_out_linear_factors import Factors, tensors_of
 from verify.external.proof.rank_graph import CallOutput, Form, RankGraph, RecordedCall
-from verify.external.proof.scalar_factors import Factors, tensors_of
 from verify.external.proof.terms import UNIT, Terms, WholeTerm
 
 

@@ -1,4 +1,4 @@
-"""One call of a rank beside the call of the whole model: in which states its results lie.
+"""Find in which states the results of a rank's call lie, from those of its operands and the call of the whole model.
 
 Transfer rules speak of sizes with a symbol for what is split, and of one axis. Here both calls are known in numbers,
 and there are several axes. So, axis by axis, every pair of sizes (the whole's and the rank's) becomes one size: a dim

@@ -30,7 +30,7 @@ from nnscaler.layout import Axis
 from nnscaler.layout import DeviceMesh as Ranks
 from nnscaler.runtime.nested_values import leaves_of, map_tensors
 from nnscaler.runtime.start_autograd import start_autograd
-from verify.evidence.dimension_types.trace import written
+from verify.evidence.dimension_types.functional_trace import written
 from verify.evidence.operator_trace import arguments_of
 from verify.external.parameter_mapping import clean_name
 from verify.external.program import ExternalProgram
@@ -39,7 +39,7 @@ from verify.external.proof.rank_graph import HeldInGraph, RankGraph, pruned
 from verify.external.ranks.torch_private_trace import fake_world, group_ranks, meshes_for_real
 from verify.external.reference import row_count
 from verify.external.torchrun.cuda_on_cpu import replaced
-from verify.programs.module_state import state_of
+from verify.programs.module_tensors_by_every_name import state_of
 
 Spans = Callable[[str], tuple[str, ...] | None]  # name of a group -> the mesh axes that it spans
 WHOLE = -1  # "rank" of the plain model's graph

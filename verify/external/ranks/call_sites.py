@@ -1,4 +1,4 @@
-"""Where in a program torch was called: the line, and the phase of the step."""
+"""Find where in a program torch was called: the line, and the phase of the step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check what the ranks of a group must agree on, and write the results of its collectives into their tensors.
+"""The semantics of collectives: check what the ranks of a group must agree on, and write results into their tensors.
 
 Sums are taken in the order of the group, so that all ranks hold the same bits. Large tensors are worked on in blocks
 that stay in a processor's cache while the terms of a sum are added, and the sum is copied to the ranks.

@@ -1,4 +1,4 @@
-"""Keep for each rank what Python and torch keep once per process, while ranks take turns."""
+"""Keep for each rank the global state that Python and torch have once per process, while ranks take turns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process group of torch.distributed that knows each call that is made of it.
+"""Base class of our process groups of torch.distributed, which see each call that is made of them.
 
 A subclass of `ProcessGroup`, for torch has no way to write a `Backend` in Python; its creator is given to
 `Backend.register_backend`, and torch then takes what it returns as the group itself. Torch's C++ (functional

@@ -1,4 +1,4 @@
-"""Calls that a program begins and waits for later: which of its lines never wait.
+"""Find the lines of a program that begin asynchronous calls and never wait for them.
 
 A collective with `async_op=True` hands out a work, and its result is there when somebody has waited for that. Where all
 ranks are threads, or a machine is fast, it may be there without: no value shows that nobody waits.

@@ -36,8 +36,8 @@ from verify.external.torchrun.run_ranks_and_reference import Failed, NoReference
 from verify.external.torchrun.watched_script_record import Clipped, ScriptRecord
 from verify.programs.low_precision.noise_statistics import moved
 from verify.results.finding import Finding
+from verify.results.float64_tolerance import AGREES, Key, Tolerance
 from verify.results.report import Check
-from verify.results.tolerance import AGREES, Key, Tolerance
 from verify.results.verdict import Verdict, merge
 
 _ROUNDING = 1e-3  # a relative difference in float64 that an ill-conditioned model may make

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from verify.external.parameter_mapping import local_value
-from verify.external.torchrun.find_and_replace_data import close, settings_of
+from verify.external.torchrun.replace_data_given_to_model import close, settings_of
 from verify.external.torchrun.watched_script_record import Events, Settings, Tensors, Unmatched
 
 Way = Literal["own", "whole", "turns", "part"]

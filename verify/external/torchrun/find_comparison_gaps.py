@@ -15,7 +15,7 @@ from verify.external.torchrun.elements_of_one_rank import FilledIn
 from verify.external.torchrun.feed_data_of_all_ranks import Material, Way
 from verify.external.torchrun.match_one_rank import Layout, reference_of
 from verify.external.torchrun.run_ranks_and_reference import Failed, NoReference, NotMatched, ScriptRunner
-from verify.external.torchrun.script_state import is_outside
+from verify.external.torchrun.tensors_that_steps_change import is_outside
 from verify.external.torchrun.watched_script_record import ScriptRecord
 from verify.programs.causes.wrong_tensor import VAGUE
 from verify.results.finding import Finding

@@ -1,4 +1,4 @@
-"""Find the ranks that average their gradients and train on the same rows: the work of one, done by several."""
+"""Find the ranks that train on the same rows: they work together on them, or several do the work of one."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from verify.external.torchrun.compare_with_one_rank import Judged
-from verify.external.torchrun.find_and_replace_data import close
 from verify.external.torchrun.match_one_rank import Layout
+from verify.external.torchrun.replace_data_given_to_model import close
 from verify.external.torchrun.watched_script_record import ScriptRecord, Tensors
 from verify.results.finding import Finding
 from verify.results.report import Check

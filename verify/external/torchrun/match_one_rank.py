@@ -17,7 +17,7 @@ from verify.external.program import ExternalProgram
 from verify.external.reference import PlainReference, ReferenceStep
 from verify.external.torchrun.elements_of_one_rank import NONE_FILLED, Cuts, FilledIn, space_of
 from verify.external.torchrun.feed_data_of_all_ranks import Material
-from verify.external.torchrun.find_and_replace_data import close
+from verify.external.torchrun.replace_data_given_to_model import close
 from verify.external.torchrun.run_ranks_and_reference import NotMatched
 from verify.external.torchrun.watched_script_record import Events, HeldInScript, ScriptRecord
 

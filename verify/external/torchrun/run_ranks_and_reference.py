@@ -17,7 +17,7 @@ from torch import Tensor
 from nnscaler.atomic_writes import save_tensors
 from nnscaler.error_text import in_one_line
 from verify.child_processes import Died, Done, Event, Note, Task, run_forked
-from verify.external.ranks.run import run_ranks
+from verify.external.ranks.run_ranks_here_or_in_child import run_ranks
 from verify.external.ranks.torch_private import FileStore, bare_gloo
 from verify.external.ranks.unwaited_async_calls import note_of_forgotten
 from verify.external.torchrun.feed_data_of_all_ranks import Material, RanksFeed, Way

@@ -25,12 +25,12 @@ from verify.external.torchrun.find_ranks_with_same_rows import (
     same_rows,
 )
 from verify.external.torchrun.match_one_rank import Layout, NoParts, material_of, parts_of, unequal_starts
-from verify.external.torchrun.rerun_with_other_sizes_or_labels import (
+from verify.external.torchrun.rerun_with_other_gradient_sizes import (
     with_early_norms,
     with_larger_gradients,
-    with_unequal_labels,
     without_limits,
 )
+from verify.external.torchrun.rerun_with_unequal_labels import with_unequal_labels
 from verify.external.torchrun.run_ranks_and_reference import Failed, ScriptRunner
 from verify.external.torchrun.watched_script_record import ScriptRecord
 from verify.external.unequal_label_counts import NAME

@@ -1,4 +1,4 @@
-"""Note what torch's functions clip gradients by: norms and limits, which nothing shows where gradients are small."""
+"""Watch by which norms and limits torch's functions clip gradients, which nothing shows where gradients are small."""
 
 from __future__ import annotations
 

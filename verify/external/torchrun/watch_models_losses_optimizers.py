@@ -27,8 +27,8 @@ from nnscaler.tracing.float64_run import exact, exact_tensor
 from verify.external.observe_rank_run import changed, local_gradient, note_on_hooks, whole_scalar
 from verify.external.torchrun.cuda_on_cpu import left_as_filled, replaced
 from verify.external.torchrun.feed_data_of_all_ranks import RanksFeed
-from verify.external.torchrun.find_and_replace_data import ScriptMode, exchanged, settings_of, thinned, varied
-from verify.external.torchrun.script_state import ScriptState
+from verify.external.torchrun.replace_data_given_to_model import ScriptMode, exchanged, settings_of, thinned, varied
+from verify.external.torchrun.tensors_that_steps_change import ScriptState
 from verify.external.torchrun.watch_clipping import ClippingWatch
 from verify.external.torchrun.watched_script_record import ScriptRecord, SeenStep, Start, Stopped, Tensors, Unmatched
 

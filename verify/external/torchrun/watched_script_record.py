@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from verify.external.parameter_mapping import Addresses
-from verify.programs.module_state import Kind
+from verify.programs.module_tensors_by_every_name import Kind
 
 Tensors = tuple[Tensor, ...]
 Settings = Mapping[str, float | tuple[float, ...]]  # of a group of parameters

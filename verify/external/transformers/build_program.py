@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from nnscaler.errors import NnscalerError
 from verify.external.program import Batch, ExternalProgram, PretrainedFunctions, Step, default_step
 from verify.external.request import LIBRARY
-from verify.external.transformers.check_degrees_and_sizes import (
+from verify.external.transformers.check_parallel_degrees import (
     PlanChanges,
     PlanSizes,
     check_plans,

@@ -24,7 +24,7 @@ from verify.external.transformers.build_program import (
     small_configuration,
     transformers_program,
 )
-from verify.external.transformers.check_degrees_and_sizes import PlanChanges, PlanSizes
+from verify.external.transformers.check_parallel_degrees import PlanChanges, PlanSizes
 from verify.external.transformers.find_config import fields_of, targets, with_settings
 from verify.external.transformers.repro_script import minimal_script
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard
 from nnscaler.errors import NnscalerError
 from verify.external.request import ExternalRequest
 from verify.external.transformers.build_program import BuiltModel
-from verify.external.transformers.check_degrees_and_sizes import PlanChanges, PlanSizes
+from verify.external.transformers.check_parallel_degrees import PlanChanges, PlanSizes
 from verify.external.transformers.expand_requests import model_of, program_of
 from verify.external.verify import Progress
 from verify.external.verify_on_levels import verify_levels

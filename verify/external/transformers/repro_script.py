@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from verify.external.transformers.build_program import NOISE, BuiltModel
-from verify.external.transformers.check_degrees_and_sizes import PlanSizes
+from verify.external.transformers.check_parallel_degrees import PlanSizes
 from verify.external.transformers.find_config import fields_of, library
 from verify.external.transformers.shrink_config import lacking
 

@@ -25,6 +25,7 @@ from nnscaler.error_text import in_one_line
 from nnscaler.runtime.tensor_values import TensorDifference, difference, family_scale
 from verify.evidence.inputs.concrete_call import ConcreteCall, function_of
 from verify.operators.audit.backward_culprit import Blame, find_wrong
+from verify.operators.audit.backward_in_narrow_dtypes import Deviation, deviation
 from verify.operators.audit.central_differences import (
     BESIDE,
     NoGradient,
@@ -41,7 +42,7 @@ from verify.operators.audit.central_differences import (
     survey,
     with_gradients,
 )
-from verify.operators.audit.handwritten_backward import Deviation, Handwritten, deviation, handwritten, plain
+from verify.operators.audit.handwritten_backward import Handwritten, handwritten, plain
 from verify.operators.audit.watch_effects_on_tensors import Probed, shapes_of, tensor_names
 from verify.results.finding import Finding
 from verify.results.report import Check

@@ -1,4 +1,4 @@
-"""Find what an operator keeps from other calls: it has to be one function of its inputs, whatever came before.
+"""Find whether an operator depends on earlier calls: it has to be one function of its inputs, whatever came before.
 
 On ranks its first call is of a shard, in a process of its own, and here it is of the whole: a scale that is taken from
 the first batch, a table as long as the first one, a size that is asked once. So the file is loaded anew, in a child

@@ -1,4 +1,4 @@
-"""Find what an operator makes of where values lie in memory: it has to be one function of the values.
+"""Find whether an operator depends on how values lie in memory: it has to be one function of the values.
 
 Shards are views with strides of their own, images may have their channels last, and the gradient of a sum is one
 number with strides of zero.

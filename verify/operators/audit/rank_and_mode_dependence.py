@@ -1,4 +1,4 @@
-"""Find what an operator asks of the place where it runs: it has to be one function of its inputs, on every rank.
+"""Find whether an operator depends on its rank, environment or torch's modes: it has to be one function of its inputs.
 
 Under test it runs on one rank of one process, in torch's usual modes. What it would compute elsewhere is found by
 running it there, as far as that can be had by setting variables and modes; that it asks torch.distributed is seen, and
@@ -22,7 +22,7 @@ import torch.distributed
 
 from nnscaler.is_user_file import beside, is_users
 from verify.evidence.inputs.concrete_call import ConcreteCall
-from verify.evidence.way_through_user_code import other_way_on_gpus
+from verify.evidence.user_code_path_on_fake_tensors import other_way_on_gpus
 from verify.operators.audit.watch_effects_on_tensors import Facts, Watched, apart_in_float64
 
 T = TypeVar("T")

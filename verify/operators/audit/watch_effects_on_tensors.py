@@ -1,4 +1,4 @@
-"""One run of an operator with somebody watching: what it did to its tensors; helpers of all audits."""
+"""Watch what one run of an operator does to its tensors; helpers of all audits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Passes that need not be repeated: reports kept under a digest of all that they depend on.
+"""Cache the reports of operators that passed, under a digest of all that they depend on.
 
 Only passes without a finding are kept. A file that cannot be read, or is not what was written, is no entry.
 """
@@ -22,7 +22,7 @@ from nnscaler.atomic_writes import replace_text
 from nnscaler.pyproject_settings import cache_folder
 from nnscaler.records_as_json import decode, encode
 from verify.evidence.verify_op_options import OpOptions
-from verify.operators.run.ambient_torch_state import surroundings
+from verify.operators.run.ambient_state_in_fingerprint import surroundings
 from verify.operators.run.fingerprint import fingerprint
 from verify.operators.run.job import Job
 from verify.results.report import Report, environment

@@ -1,4 +1,4 @@
-"""Which code stands for itself by name, as the cache's key has its version, and which reads what no digest knows."""
+"""Tell code that a version in the cache's key identifies by name from code that reads what no digest knows."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from op_registry.spec import OperatorSpec
 
 from nnscaler.runtime.tensor_values import FAMILY_SHARE
 from nnscaler.training.functional_optimizer import Update
-from verify.evidence.inputs.operand_shards import Lay, spread
+from verify.evidence.inputs.cut_and_join_operands import Lay, spread
 from verify.evidence.oracle.case_runner import OperatorRunner, Prepared
 from verify.evidence.oracle.compare_partition import AXES, Partition
 from verify.evidence.oracle.enumerate_cases import bases

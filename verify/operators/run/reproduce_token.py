@@ -15,7 +15,7 @@ from nnscaler.ir.placement import Choice, RunPartial, Split
 from nnscaler.records_as_json import with_tuples
 from verify.evidence.split_case import Inputs, SplitCase
 from verify.evidence.verify_op_options import Kind
-from verify.results.tokens import WordKind
+from verify.results.request_tokens import WordKind
 
 PREFIX = "nns1:"
 _WORDS = WordKind(PREFIX, "verify-op", 1 << 16, "which may mean something else by its cases")

@@ -18,7 +18,7 @@ from verify.operators.report_on_operator import verify_spec
 from verify.operators.run.job import Job
 from verify.operators.run.reproduce_token import Token, encode
 from verify.operators.suggest.infer_widest_annotation import suggest_annotation
-from verify.operators.suggest.self_contradiction import contradiction
+from verify.operators.suggest.refute_contradictory_annotation import contradiction
 from verify.results.finding import Finding
 from verify.results.report import Check, Report, environment
 from verify.results.verdict import Verdict

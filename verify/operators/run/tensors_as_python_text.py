@@ -15,7 +15,7 @@ from op_registry.rank_expression import Expression
 
 from nnscaler.layout import Prefix, Sharded
 from nnscaler.runtime.cut_tensors import piece_of
-from verify.evidence.inputs.operand_shards import Lay
+from verify.evidence.inputs.cut_and_join_operands import Lay
 
 WIDTH = 110
 LARGEST = 4000  # elements of a tensor that is written out

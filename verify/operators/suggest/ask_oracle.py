@@ -1,4 +1,4 @@
-"""The one door from advice to the oracle: an annotation is only ever suggested after it went through here."""
+"""Ask the oracle about an annotation before it is suggested: all advice does so here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The norm of all gradients, as clipping sees it, on every rank."""
+"""Check the norm of all gradients, as clipping sees it, on every rank."""
 
 from __future__ import annotations
 

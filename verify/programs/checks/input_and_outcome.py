@@ -11,8 +11,8 @@ from verify.programs.checks.logical_tensors import Holding
 from verify.programs.eager_reference import Trajectory
 from verify.programs.execution.record_rank_steps import RankResult
 from verify.results.finding import Finding, digest_of
+from verify.results.float64_tolerance import Key, Tolerance
 from verify.results.report import Check
-from verify.results.tolerance import Key, Tolerance
 from verify.results.typed_attachments import ComparedTensor
 from verify.results.verdict import Verdict, merge
 

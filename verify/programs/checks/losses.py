@@ -1,4 +1,4 @@
-"""The loss of every step on every rank that knows it, and the loss without backward."""
+"""Check the loss of every step on every rank that knows it, and the loss without backward."""
 
 from __future__ import annotations
 

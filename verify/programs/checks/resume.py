@@ -1,4 +1,4 @@
-"""A checkpoint before the last step: it holds the model's state, and training goes on from it to the same bits."""
+"""Check resuming from a checkpoint before the last step: it holds the model's state, and leads to the same bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Single steps beside the trajectory: another loss scale, other labels."""
+"""Check the single steps that run beside the trajectory, with another loss scale or other labels."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from op_registry.spec import Refusal
 from nnscaler.error_text import first_line
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
 from nnscaler.runtime.tensor_values import largest
-from verify.evidence.dimension_types.localize_hooks_on_other_shards import composes, left_alone
+from verify.evidence.dimension_types.localize_hooks_on_irregular_shards import composes, left_alone
 from verify.evidence.dimension_types.prove import NO_GRADIENT
 from verify.evidence.oracle.case_runner import CaseResult, WholeRaised
 from verify.evidence.oracle.check_by_cases import TargetOutcome, as_check, one_way, run_cases

@@ -45,9 +45,9 @@ from nnscaler.runtime.communication.differentiable_collectives import AxisGroup
 from nnscaler.runtime.communication.simulator import SimulatedCommunicator, Simulator
 from nnscaler.runtime.communication.token_slice_cache import KeptRows
 from nnscaler.runtime.cut_tensors import pieces_of
-from verify.evidence.inputs.operand_shards import gather, lay_of
+from verify.evidence.inputs.cut_and_join_operands import gather, lay_of
 from verify.programs.checks.input_and_outcome import CheckOutcome, outcome_of
-from verify.programs.typing.lines.chunked_region import JOIN
+from verify.programs.typing.lines.chunked_region_border import JOIN
 from verify.results.finding import Finding
 from verify.results.report import Check
 from verify.results.verdict import Verdict

@@ -17,21 +17,21 @@ from op_registry.call import DType, TensorArgument
 from op_registry.spec import OperatorSpec
 
 from nnscaler.errors import NnscalerError
-from verify.evidence.dimension_types.check_size_guards import granted
+from verify.evidence.dimension_types.check_size_guards_on_shards import granted
+from verify.evidence.dimension_types.functional_trace import record, simplified
 from verify.evidence.dimension_types.interpret import interpret
 from verify.evidence.dimension_types.states import PARTIAL_SUM, SAME, PartialSum, State, Unknown, Zero
 from verify.evidence.dimension_types.symbolic_call import make_symbolic
-from verify.evidence.dimension_types.trace import record, simplified
 from verify.evidence.inputs.concrete_call import function_of
 from verify.evidence.operator_trace import quiet
 from verify.operators.audit.side_effects import ASKS_RANKS, audit
 from verify.programs.lemmas import check_claims
 from verify.programs.lemmas.check_claims import ClaimedCall, Evidence, test
 from verify.programs.lemmas.claims_of_obligations import Claim, RunsWhole, claims_of, is_users, strided
-from verify.programs.lemmas.operators_of_users import lemmas_at_sizes
 from verify.programs.lemmas.result import Lemma, LemmaResult, Memo
 from verify.programs.lemmas.small_call import Representative, represent
 from verify.programs.lemmas.stand_in_calls_and_tensors import Unrepresented
+from verify.programs.lemmas.user_operators_at_program_sizes import lemmas_at_sizes
 from verify.programs.typing import Obligation
 from verify.results.finding_codes import INCOMPARABLE
 from verify.results.verdict import Condition, Verdict

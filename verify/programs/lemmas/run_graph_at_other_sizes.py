@@ -1,4 +1,4 @@
-"""A graph run at other sizes, on tensors without values: what has been inferred of sizes must come true.
+"""Run a graph at other sizes, on tensors without values: what has been inferred of sizes must come true.
 
 Numbers among the arguments that were sizes follow them, or stay, whichever gives the sizes that were inferred; the
 annotation has to be bound in the same form, and every choice of the plan has to be legal.
@@ -24,7 +24,7 @@ from nnscaler.ir.operation_annotations import Signature
 from verify.evidence.inputs.concrete_call import function_of, outputs_of, with_tensors
 from verify.evidence.smt.smaller_calls import same_kind
 from verify.programs.lemmas.size_conditions import Followed, place_of
-from verify.programs.lemmas.unify_sizes import Conflict, join_names
+from verify.programs.lemmas.solve_size_equations import Conflict, join_names
 from verify.programs.typing import Obligation
 
 Shape = tuple[int, ...]

@@ -16,7 +16,7 @@ from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Split
 from verify.evidence.smt.decide_equality import answer_of
-from verify.programs.lemmas.unify_sizes import (
+from verify.programs.lemmas.solve_size_equations import (
     Conflict,
     Size,
     Unifier,

@@ -1,4 +1,4 @@
-"""Small calls to examine: tensors that an operator takes, and stand-ins for calls that cannot be examined."""
+"""Make tensors that the operator of a small call takes, and calls that stand in for those that cannot be examined."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Changes of a statement that may repair it, the most specific first, each run on what its ranks were taught.
+"""Try changes of a statement that may repair it, the most specific first, each on what its ranks were taught.
+
 A change is a sentence and a changed statement: what is wrapped around the right expression, an operand that is another,
 another function, a constant, the order of results, a conversion of layouts that is missing.
 """
@@ -18,9 +19,9 @@ from nnscaler.ir.graph import Operation, Slot
 from nnscaler.layout import MICRO, Partial, Sharded
 from nnscaler.runtime.communication.differentiable_collectives import AxisGroup
 from nnscaler.runtime.stage_base_class import Stage
-from verify.programs.localise.forced_run import TaughtRun
 from verify.programs.localise.instrument_statements import ATTRIBUTE, Statement, shown
 from verify.programs.localise.judge_taught_statements import operation_of, wrong_gradients, wrong_values
+from verify.programs.localise.run_with_forced_values import TaughtRun
 from verify.programs.localise.teacher_forcing import At, Execution, Teacher, results_of
 
 _PLAIN = ("all_reduce", "replicate", "all_reduce_replicated", "keep_first", "invariant", "keep_first_replicated")

@@ -1,4 +1,4 @@
-"""One place of a program that is wrong by itself, and the lines of a role file that declare what a stage does."""
+"""The record of a culprit, a place of a program that is wrong by itself, and lines that declare what a stage does."""
 
 from __future__ import annotations
 

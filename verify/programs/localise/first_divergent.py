@@ -31,8 +31,8 @@ from verify.programs.execution.compare_variables import (
 from verify.programs.execution.record_rank_steps import Task
 from verify.programs.execution.run_on_backend import run_simulator
 from verify.programs.localise.culprit_record import advice_on
+from verify.programs.localise.interpret_graph_on_whole_batch import Logical, interpret
 from verify.programs.localise.judge_taught_statements import BOUND
-from verify.programs.localise.reference_values import Logical, interpret
 from verify.programs.opened_program import OpenedProgram
 from verify.programs.source_map import Assignment, SourceMap, assignments_of
 from verify.results.finding import Finding

@@ -27,10 +27,9 @@ from verify.programs.localise.culprit_record import (
     findings_of,
     line_of,
 )
-from verify.programs.localise.faults_between_statements import wrong_ends
 from verify.programs.localise.first_divergent import first_difference
-from verify.programs.localise.forced_run import TaughtRun, prepare_run
 from verify.programs.localise.instrument_statements import Statement, shown
+from verify.programs.localise.judge_inputs_messages_and_loss import wrong_ends
 from verify.programs.localise.judge_taught_statements import CLOSE, Wrong, judge, operation_of
 from verify.programs.localise.parameter_gradient_faults import (
     Finals,
@@ -39,6 +38,7 @@ from verify.programs.localise.parameter_gradient_faults import (
     wrongly_accumulated,
     wrongly_summed,
 )
+from verify.programs.localise.run_with_forced_values import TaughtRun, prepare_run
 from verify.programs.localise.stored_state_faults import wrongly_held
 from verify.programs.localise.teacher_forcing import Teacher
 from verify.programs.opened_program import OpenedProgram

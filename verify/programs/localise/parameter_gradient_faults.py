@@ -1,4 +1,4 @@
-"""Gradients of parameters after a taught step: every part was right, so what is wrong is how they are put together."""
+"""Find mistakes in how gradients of parameters are put together, after a taught step whose every part was right."""
 
 from __future__ import annotations
 

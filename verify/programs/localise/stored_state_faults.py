@@ -1,4 +1,4 @@
-"""Stored tensors that a program holds otherwise than it uses them: cut differently, or another one in its place."""
+"""Find stored tensors that a program holds otherwise than it uses them: cut in another way, or another in its place."""
 
 from __future__ import annotations
 

@@ -1,13 +1,12 @@
-"""Teach a run: give every statement right operands, whatever the statements before it computed.
+"""Force right operands into every statement of a run, whatever the statements before it computed.
 
 The idea
 --------
 In a wrong program, everything after the first wrong line differs as well, and the first difference need not be the
 only fault. So the program runs under teacher forcing (Williams and Zipser 1989, where a recurrent network is given the
 right previous output instead of its own): each statement's result is recorded, and then replaced by the right shards.
-A statement whose result differs is therefore wrong itself. The right shards come from the graph, interpreted on the
-whole batch in float64 (`reference_values`), and are cut by the layout that the manifest gives for the variable
-(`reference_values`).
+A statement whose result differs is therefore wrong itself. The right shards come from the graph, interpreted in
+float64 and cut by the layout that the manifest gives for the variable (`interpret_graph_on_whole_batch`).
 
 Gradients are treated alike. No backward pass goes through the program: each statement runs on detached leaves, and its
 own vector-Jacobian product is taken on the spot, with a random cotangent for the result, cut as the layout says. What
@@ -65,7 +64,7 @@ from nnscaler.runtime.shards import unravel
 from nnscaler.runtime.stage_base_class import Parameter, Stage, is_trained, place_in_time, sizes_in_time
 from verify.programs.execution.compare_variables import Pieces, Variable, gradient_states
 from verify.programs.localise.instrument_statements import Statement
-from verify.programs.localise.reference_values import Dealer, Logical
+from verify.programs.localise.interpret_graph_on_whole_batch import Dealer, Logical
 
 At = tuple[int, int]  # rank, micro-batch (-1: `prepare`)
 

@@ -14,7 +14,7 @@ from verify.programs.checks.input_and_outcome import Comparison
 from verify.programs.checks.logical_tensors import Holding, StageTensor, by_rank, put_together
 from verify.programs.eager_reference import gradient_value
 from verify.programs.low_precision.noise_statistics import NAMES, Statistics, Target, statistics
-from verify.results.tolerance import Key
+from verify.results.float64_tolerance import Key
 from verify.results.verdict import Verdict
 
 KINDS = ("loss", "result", "gradient", "parameter", "buffer")

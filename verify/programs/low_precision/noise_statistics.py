@@ -23,8 +23,8 @@ Differences are measured in three numbers that see different errors:
     factor     how far the best factor `a = f e` is from 1: everything a little too large. Rounding errors of N elements
                cancel in it, so that it sees errors that are sqrt(N) times smaller than the noise of one element.
 
-Each relates to the larger of the tensor itself and a thousandth of its family (see `verify.results.tolerance`): a
-gradient that is zero in theory has no scale of its own.
+Each relates to the larger of the tensor itself and a thousandth of its family (see `verify.results.float64_tolerance`):
+a gradient that is zero in theory has no scale of its own.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from nnscaler.tracing.float64_run import exact
 from nnscaler.tracing.sample_inputs import SampleInputs
 from verify.programs.eager_reference import Trajectory, run_reference
 from verify.programs.low_precision.reassociation_mode import Reassociated, RulesMode
-from verify.results.tolerance import Key
+from verify.results.float64_tolerance import Key
 
 NAMES = ("greatest", "norm", "factor")
 Statistics = tuple[float, float, float]

@@ -41,8 +41,8 @@ from verify.programs.low_precision.noise_statistics import (
 )
 from verify.programs.prepare_verification import Prepared
 from verify.results.finding import Finding
+from verify.results.float64_tolerance import Key
 from verify.results.report import Check
-from verify.results.tolerance import Key
 from verify.results.verdict import Verdict
 
 # Checks and findings from the rows of one dtype.

@@ -24,7 +24,7 @@ from verify.programs.training.eager import EagerRun
 from verify.programs.training.rank_loop import StepRecord
 from verify.programs.training.training_run_pair import ComparedValue, Trained
 from verify.results.finding import Finding
-from verify.results.tolerance import Key, Tolerance
+from verify.results.float64_tolerance import Key, Tolerance
 from verify.results.verdict import Verdict
 
 # name of the check -> its finding's code; in the order in which one thing leads to another

@@ -1,4 +1,4 @@
-"""In the middle of the training, a checkpoint: saved, and read by a new engine and a new optimizer, which go on.
+"""Resume a training in its middle: a checkpoint is saved, and read by a new engine and a new optimizer, which go on.
 
 What they have must be what was saved, bit for bit; what follows is compared with the model like every other step.
 """

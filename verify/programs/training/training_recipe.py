@@ -1,4 +1,4 @@
-"""The course that both sides train: batches of each optimizer step, the optimizer, its rate and gradients.
+"""The recipe by which both sides train: batches of each optimizer step, the optimizer, its rate and gradients.
 
 Five steps by default: different batches in each, two of them in one step (gradient accumulation), and a short one at
 the end. Then an evaluation, on a batch of that other size.

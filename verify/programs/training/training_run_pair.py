@@ -1,4 +1,4 @@
-"""Both sides of a training run, and one thing of them that is compared."""
+"""The pair of a training run, the model's and the ranks', and one thing of both that is compared."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from verify.programs.checks.logical_tensors import JoinedTensor, Layout
 from verify.programs.training.eager import EagerModel, EagerRun
 from verify.programs.training.rank_loop import RankTraining
 from verify.programs.training.training_recipe import Course
-from verify.results.tolerance import Key
+from verify.results.float64_tolerance import Key
 
 Candidate = Tensor | Mapping[int, Tensor]  # what a mistake would have made: logical, or of each rank another
 Alternatives = Iterator[tuple[str, Candidate]]

@@ -93,7 +93,7 @@ from verify.programs.checks.input_and_outcome import CheckOutcome
 from verify.programs.typing.lines.type_lines_in_order import Noted, Reading
 from verify.programs.typing.lines.type_operation_lines import Typer
 from verify.programs.typing.lines.uniform_value_dims import uniform_dims
-from verify.programs.typing.program_files.check_manifest import check_manifest
+from verify.programs.typing.program_files.check_manifest_and_stored_tensors import check_manifest
 from verify.programs.typing.program_files.parse_rank_program import read_role
 from verify.programs.typing.program_files.rank_program_syntax import RoleText, StageText, Unreadable
 from verify.programs.typing.schedule import check_schedule

@@ -10,7 +10,12 @@ from collections.abc import Sequence
 
 from verify.report_formats.html.comm_memory_bars import communication_panel, memory_panel
 from verify.report_formats.html.errors_plot import errors_panel
-from verify.report_formats.html.findings import certificate_panel, checks_panel, findings_panel, lemmas_panel
+from verify.report_formats.html.findings_checks_and_proof import (
+    certificate_panel,
+    checks_panel,
+    findings_panel,
+    lemmas_panel,
+)
 from verify.report_formats.html.page_elements import (
     badge,
     count,

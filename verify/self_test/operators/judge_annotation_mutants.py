@@ -1,6 +1,4 @@
-"""Wrong annotations, put to verify-op's comparison of shards with the whole.
-
-Which stage refutes each, and whether those that nothing refutes are true.
+"""Judge wrong annotations: which stage of verify-op refutes each, and whether those that nothing refutes are true.
 
 A claim is what an annotation says about a call: for every identifier that may be split, the state of each operand.
 """

@@ -1,4 +1,4 @@
-"""The table of operator mutants: what verify-op says of each, and of its twin without the bug."""
+"""Judge operator mutants: what verify-op says of each, and of its twin without the bug."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from verify.operators.report_on_operator import verify_spec
 from verify.results.verdict import Verdict
 from verify.self_test.operators.mutants import (
     backward,
-    element_order,
     lookups_and_positions,
     nonadditive,
+    packing_and_element_order,
     shard_dependent,
     side_effects_and_dtypes,
 )
@@ -28,7 +28,14 @@ from verify.self_test.run_rows import Progress, ended_by_a_kernel, run_rows
 
 def operator_mutants() -> tuple[OperatorMutant, ...]:
     """Return every mutant, by family. Made anew on each call: some of them keep state."""
-    families = (backward, shard_dependent, element_order, nonadditive, lookups_and_positions, side_effects_and_dtypes)
+    families = (
+        backward,
+        shard_dependent,
+        packing_and_element_order,
+        nonadditive,
+        lookups_and_positions,
+        side_effects_and_dtypes,
+    )
     return tuple(m for family in families for m in family.mutants())
 
 

@@ -30,7 +30,7 @@ from verify.programs.training.compare_delayed_sgd import PLAIN, is_stream, make_
 from verify.programs.training.eager import EagerRun
 from verify.programs.training.run import Training, compare_runs, run_ranks
 from verify.programs.typing import check_program
-from verify.programs.typing.program_files.check_manifest import Stored, check_state
+from verify.programs.typing.program_files.check_manifest_and_stored_tensors import Stored, check_state
 from verify.results.report import Check
 from verify.results.verdict import Verdict
 from verify.self_test.programs.mutants.mutant import Mutant, StateEdit

@@ -1,4 +1,4 @@
-"""`nnscaler self-test plans`: does verify-plan find what is wrong with a program?
+"""Judge the mutants and known bugs of `nnscaler self-test plans`: does verify-plan find what is wrong with a program?
 
 Every mutant is judged by the text alone, then by execution, then, where nothing refutes it, by the third oracle. A
 known bug is judged as a user's program is, and its findings have to name the mechanism.

@@ -19,7 +19,7 @@ from verify.evidence.dimension_types.states import SAME, Size, size_of, substitu
 from verify.evidence.dimension_types.symbolic_call import World
 from verify.evidence.inputs.concrete_call import flat
 from verify.evidence.operator_trace import arguments_of
-from verify.self_test.transfer_rules.calls import DrawnCall, Values
+from verify.self_test.transfer_rules.draw_calls_and_states import DrawnCall, Values
 
 LEAST = 5  # smaller sizes are numbers
 _C = SampleTensor((6, 12), "complex")

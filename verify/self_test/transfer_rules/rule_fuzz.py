@@ -20,13 +20,19 @@ from torch import Tensor
 from op_registry.call import map_leaves
 
 from nnscaler.runtime.tensor_values import largest_finite
+from verify.evidence.dimension_types.functional_trace import written
 from verify.evidence.dimension_types.rules import conclude
 from verify.evidence.dimension_types.rules.call_with_states import Operand, Rule, RuleCall
 from verify.evidence.dimension_types.states import PartialMax, PartialSum, Same, Shard, State, Symbols, Unknown, checked
-from verify.evidence.dimension_types.trace import written
 from verify.evidence.inputs.concrete_call import flat
 from verify.evidence.operator_trace import arguments_of
-from verify.self_test.transfer_rules.calls import DrawnCall, Values, draw_split, draw_states, operands_of
+from verify.self_test.transfer_rules.draw_calls_and_states import (
+    DrawnCall,
+    Values,
+    draw_split,
+    draw_states,
+    operands_of,
+)
 from verify.self_test.transfer_rules.tensors_in_states import (
     KINDS,
     Kind,

@@ -24,7 +24,7 @@ from verify.evidence.dimension_types.states import (
     split_dims,
 )
 from verify.self_test.run_rows import died_unexpectedly, ended_by_a_kernel, run_rows_apart
-from verify.self_test.transfer_rules.calls import DrawnCall, drawn_calls
+from verify.self_test.transfer_rules.draw_calls_and_states import DrawnCall, drawn_calls
 from verify.self_test.transfer_rules.handwritten_calls import direct_calls
 from verify.self_test.transfer_rules.rule_fuzz import (
     THOROUGH,

@@ -12,7 +12,7 @@ from tests.sampling import every
 from tests.verify.external.proof.programs import TP, mutants, program, right_programs, tensor_parallel
 from verify.external.proof import prove_external
 from verify.external.transformers.build_program import transformers_program
-from verify.external.transformers.check_degrees_and_sizes import PlanSizes
+from verify.external.transformers.check_parallel_degrees import PlanSizes
 from verify.results.verdict import Verdict
 
 RIGHT, WRONG = right_programs(), mutants()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
-from verify.external.ranks.run import run_ranks
+from verify.external.ranks.run_ranks_here_or_in_child import run_ranks
 
 SIZE = 3
 

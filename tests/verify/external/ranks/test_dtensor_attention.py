@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional as F
 
 from verify.external.ranks.attention_and_float64_of_torch import register_attention
-from verify.external.ranks.run import run_ranks
+from verify.external.ranks.run_ranks_here_or_in_child import run_ranks
 
 
 @pytest.mark.parametrize("placement", [Shard(1), Shard(0), Replicate()], ids=str)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from verify.external.ranks.run import RanksFailed, run_ranks
+from verify.external.ranks.run_ranks_here_or_in_child import RanksFailed, run_ranks
 
 Function = Callable[[int], object]
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from verify.external.ranks.run import RanksFailed, run_ranks
+from verify.external.ranks.run_ranks_here_or_in_child import RanksFailed, run_ranks
 
 
 def total(rank: int) -> float:

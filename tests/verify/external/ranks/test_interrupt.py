@@ -15,7 +15,7 @@ _PROGRAM = """
 import os, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored where the tests are started
 import torch.distributed as dist
-from verify.external.ranks.run import run_ranks
+from verify.external.ranks.run_ranks_here_or_in_child import run_ranks
 
 def work(rank):
     open(os.path.join(sys.argv[1], f"{os.getpid()}-{rank}"), "w").close()

@@ -20,7 +20,7 @@ from verify.external.ranks.call_sites import is_program, place_in_stack, place_o
 from verify.external.ranks.collective_semantics import CollectiveShare, answer, disagreement_of
 from verify.external.ranks.globals_of_ranks import VARIABLES, environment_of, load_state, save_state
 from verify.external.ranks.processes.logged_gloo_group import CallReader, CallWriter, Entry
-from verify.external.ranks.run import run_ranks
+from verify.external.ranks.run_ranks_here_or_in_child import run_ranks
 from verify.external.ranks.run_result import RankCall, RanksFailed
 from verify.external.ranks.threads.exchange import WatchedTensors
 from verify.results.finding_codes import CATALOGUE

@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from nnscaler.runtime.start_autograd import start_autograd
 from verify.external.ranks import torch_private as private
 from verify.external.ranks import torch_private_trace as trace
-from verify.external.ranks.run import run_ranks
+from verify.external.ranks.run_ranks_here_or_in_child import run_ranks
 
 COLLECTIVES = """
 allreduce allreduce_coalesced reduce broadcast allgather allgather_coalesced _allgather_base

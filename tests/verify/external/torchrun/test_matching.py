@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from verify.external.torchrun.cuda_on_cpu import CPU, on_cpu
 from verify.external.torchrun.elements_of_one_rank import filled_in
 from verify.external.torchrun.feed_data_of_all_ranks import Material, RanksFeed, Way
-from verify.external.torchrun.find_and_replace_data import ScriptMode, close, exchanged, settings_of, varied
 from verify.external.torchrun.match_one_rank import Layout, NoParts, parts_of, rank_records, reference_of, unmatched
+from verify.external.torchrun.replace_data_given_to_model import ScriptMode, close, exchanged, settings_of, varied
 from verify.external.torchrun.watched_script_record import Events, HeldInScript, ScriptRecord, SeenStep, Unmatched
 
 

@@ -1,4 +1,4 @@
-"""How the parent of ranks in processes finds out what became of them."""
+"""Watch the processes of ranks from their parent, up to the first failure or until all have returned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Threads that ranks start: pools, checkpoints that are written beside training.
+"""Make the threads that ranks start helpers of theirs: pools, checkpoints that are written beside training.
 
 A helper belongs to the rank that started it, sees its groups, and runs whenever it can. While a rank that has the baton
 waits for a helper, other ranks run: the helper may be waiting for theirs.

@@ -1,4 +1,4 @@
-"""Who runs: threads of ranks, what each waits for, and whether any can go on.
+"""Let the threads of ranks run in turns, one at a time, and find out where none can go on.
 
 One rank runs at a time, the one with the baton. It keeps it until it has to wait; then the next rank (round robin) that
 has not started, or whose wait is over, gets it, with the state of the process as that rank left it. So the order in

@@ -13,12 +13,9 @@ from itertools import islice, product
 from nnscaler.ir.graph import Graph
 from nnscaler.layout import Layout
 from verify.programs.typing.lines.canonical_calls import NoCall, canonical
-from verify.programs.typing.lines.chunked_region import JOIN, entered, left, number_of_pieces
+from verify.programs.typing.lines.chunked_region_border import JOIN, entered, left, number_of_pieces
 from verify.programs.typing.lines.conversions import convert
-from verify.programs.typing.lines.match_call import draws_numbers, with_axes
-from verify.programs.typing.lines.type_operation_lines import Typed, Typer
-from verify.programs.typing.lines.uniform_value_dims import NO_DIMS, equal_layouts
-from verify.programs.typing.lines.without_effect import (
+from verify.programs.typing.lines.dead_code_and_undone_moves import (
     Locals,
     MovedTensor,
     as_before,
@@ -27,6 +24,9 @@ from verify.programs.typing.lines.without_effect import (
     local_tensors,
     moves,
 )
+from verify.programs.typing.lines.match_call import draws_numbers, with_axes
+from verify.programs.typing.lines.type_operation_lines import Typed, Typer
+from verify.programs.typing.lines.uniform_value_dims import NO_DIMS, equal_layouts
 from verify.programs.typing.program_files.rank_program_syntax import (
     ALIAS,
     ITEM,

@@ -21,7 +21,7 @@ from verify.self_test.operators.mutants.mutant import (
     Function,
     OperatorMutant,
 )
-from verify.self_test.operators.mutants.right_backwards import (
+from verify.self_test.operators.mutants.right_backwards_and_mistakes import (
     HOSTS,
     Backward,
     Gradients,

@@ -23,7 +23,7 @@ from verify.self_test.operators.mutants.mutant import (
     Function,
     OperatorMutant,
 )
-from verify.self_test.operators.mutants.right_backwards import Gradients, raw, with_backward
+from verify.self_test.operators.mutants.right_backwards_and_mistakes import Gradients, raw, with_backward
 
 _FAMILY = Family("state and dtype")
 _BOTH = "a b -> a b"

@@ -1,6 +1,7 @@
-"""Wrong arguments of an operation on a shard: local sizes, positions, dims, flags, expressions of the rank's place.
+"""Wrong arguments of operations on shards, and wrong declarations of stages.
 
-And wrong declarations: what is stored how, what is summed over which ranks, which piece of the batch a rank reads.
+Arguments are local sizes, positions, dims, flags, expressions of the rank's place. Declarations are what is stored how,
+what is summed over which ranks, which piece of the batch a rank reads.
 """
 
 from __future__ import annotations

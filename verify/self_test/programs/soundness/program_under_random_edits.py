@@ -1,4 +1,4 @@
-"""A program while it is edited at random, and where the next edit goes."""
+"""A program under random edits: its text so far, and where the next edit goes."""
 
 from __future__ import annotations
 

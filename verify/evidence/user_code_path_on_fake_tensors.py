@@ -1,0 +1,129 @@
+"""Find where a run on fake tensors takes another path through a user's code than one on real tensors.
+
+A proof follows an operator on fake tensors. Code may see that they are fake, or catch what they raise where a value is
+read; what is proved then is not what runs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from nnscaler.is_user_file import is_users
+from nnscaler.runtime.start_autograd import start_autograd
+from verify.evidence.inputs.concrete_call import ConcreteCall, outputs_of, with_tensors
+from verify.evidence.operator_trace import quiet
+from verify.evidence.oracle.run_whole_operator import WholeRun, as_leaves, gradients_of
+
+users = cache(is_users)
+Places = frozenset[tuple[CodeType, int]]
+
+
+@contextmanager
+def followed(note: Callable[[FrameType], object]) -> Iterator[None]:
+    """While open, call `note` with the frame of each bytecode of a user's file before it runs; it may raise."""
+
+    def follow(frame: FrameType, event: str, _: Any) -> Any:
+        if not users(frame.f_code.co_filename):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            note(frame)
+        return follow
+
+    before = sys.gettrace()
+    sys.settrace(follow)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+def other_way_on_fake_tensors(function: Callable[..., Any], whole: WholeRun) -> str:
+    """Return the first place of a user's code, forward or backward, that a run on fake tensors of these sizes comes to
+    and one on these tensors does not, as `line 7 of my_ops.py`; empty where there is none. Code that does not run on
+    fake tensors has no such place: nothing is proved of it.
+
+    A function that only one of the runs calls says nothing: what it gave may be kept from before.
+    """
+    concrete, without_gradient = whole.concrete, whole.without_gradient
+    real = _places(lambda: _run(function, concrete, lambda t: t, without_gradient))
+    start_autograd()
+    with quiet(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = _places(lambda: _run(function, concrete, mode.from_tensor, without_gradient))
+    return _first_of(fake, real)
+
+
+def other_way_on_gpus(function: Callable[..., Any], concrete: ConcreteCall) -> str:
+    """Return the first place of a user's code that a forward pass on fake tensors of a GPU comes to and one on those of
+    a CPU does not, as `line 7 of my_ops.py`; empty where there is none, and where there is a GPU, which fake tensors
+    would initialise: forked processes do not survive that. Nor do they autograd's threads for GPUs, so that nothing is
+    recorded."""
+    if torch.cuda.is_available():
+        return ""
+    with quiet(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        here = _places(lambda: _forward(function, concrete, [mode.from_tensor(t) for t in concrete.tensors]))
+        tensors: list[Tensor] = []
+        with suppress(Exception):  # a torch that makes none
+            tensors = [torch.empty_like(t, device="cuda") for t in concrete.tensors]
+        with patch.object(torch.cuda, "is_available", lambda: True):
+            there = _places(lambda: _forward(function, concrete, tensors))
+    return _first_of(there, here)
+
+
+def _forward(function: Callable[..., Any], concrete: ConcreteCall, tensors: Sequence[Tensor]) -> None:
+    args, kwargs = with_tensors(concrete.call, tensors, {})
+    with torch.no_grad():
+        function(*args, **kwargs)
+
+
+def _first_of(these: Places, others: Places) -> str:
+    """Return the first place that only these have, of functions that both have."""
+    seen = {code for code, _ in others}
+    found = sorted((code.co_firstlineno, at, code) for code, at in these - others if code in seen)
+    return line_of(found[0][2], found[0][1]) if found else ""
+
+
+def _places(run: Callable[[], object]) -> Places:
+    """Return the places of a user's code that a run comes to, up to where it raises."""
+    found: set[tuple[CodeType, int]] = set()
+    with followed(lambda frame: found.add((frame.f_code, frame.f_lasti))), suppress(Exception):
+        run()
+    return frozenset(found)
+
+
+def _run(
+    function: Callable[..., Any],
+    concrete: ConcreteCall,
+    made: Callable[[Tensor], Tensor],
+    without_gradient: frozenset[int] = frozenset(),
+) -> None:
+    leaves: Sequence[Tensor] = [
+        made(t).detach().requires_grad_(t.requires_grad)
+        for t in as_leaves(concrete.tensors, torch.float64, without_gradient | concrete.constants)
+    ]
+    args, kwargs = with_tensors(concrete.call, leaves, {})
+    with torch.enable_grad():
+        outputs = outputs_of(function(*args, **kwargs))
+    cotangents = [torch.ones_like(o) if o is not None and o.requires_grad else None for o in outputs]
+    gradients_of([outputs], [cotangents], [leaves])
+
+
+def line_of(code: CodeType, place: int) -> str:
+    """Return the line of the source on which an instruction stands, in words."""
+    return f"line {line_number(code, place)} of {Path(code.co_filename).name}"
+
+
+def line_number(code: CodeType, place: int) -> int:
+    """Return the line of the source on which an instruction stands."""
+    return next(line or code.co_firstlineno for start, end, line in code.co_lines() if start <= place < end)
