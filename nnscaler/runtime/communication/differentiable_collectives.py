@@ -130,8 +130,9 @@ def _first(tensor: Tensor, axis: AxisGroup) -> Tensor:
 def _slice(cut: Sharded) -> Kernel:
     def piece(tensor: Tensor, axis: AxisGroup) -> Tensor:
         found = piece_of(tensor, cut, axis.size, axis.index)
-        if axis.communicator is None:  # later pieces need the whole: a view of it takes no memory
-            return found.contiguous()
+        if axis.communicator is None and not torch.compiler.is_dynamo_compiling():
+            return found.contiguous()  # later pieces need the whole: a view of it takes no memory
+        # torch 2.11 loses the gradient of a view that a Function in a graph returns
         return found.clone(memory_format=torch.contiguous_format)
 
     return piece
