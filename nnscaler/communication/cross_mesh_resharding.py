@@ -16,7 +16,7 @@ from itertools import product
 from math import prod
 
 from nnscaler.ir.conversion_table_and_paths import explain_illegal
-from nnscaler.ir.placement import Stage
+from nnscaler.ir.operation_placement import Stage
 from nnscaler.layout import DeviceMesh, Invariant, Layout, Sharded
 
 Slice = tuple[int, int, int]  # start, stop, step

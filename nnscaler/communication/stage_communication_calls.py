@@ -30,7 +30,7 @@ from nnscaler.communication.cross_mesh_resharding import BlockMessage, in_micro_
 from nnscaler.communication.parameter_layouts import gathered_again
 from nnscaler.communication.zero_bubble_split import statement_halves
 from nnscaler.ir.graph import Graph, Operation, element_bytes
-from nnscaler.ir.placement import Stage
+from nnscaler.ir.operation_placement import Stage
 from nnscaler.ir.ring_rotation_calls import ROTATE, Direction, rotations
 from nnscaler.layout import SLICE, DeviceMesh, Layout, Partial, is_uneven, local_shape
 

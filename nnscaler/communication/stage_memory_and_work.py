@@ -54,7 +54,7 @@ from nnscaler.communication.stage_communication_calls import ranks_text
 from nnscaler.communication.zero_bubble_split import BOTH, statement_halves
 from nnscaler.ir.graph import Graph, element_bytes, gradient_dtype
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import Split
+from nnscaler.ir.operation_placement import Split
 from nnscaler.layout import SLICE, Layout, Prefix, is_owned, local_shape
 from nnscaler.manifest import StageMemory
 from nnscaler.planning.sharding.parameter_and_activation_memory import (

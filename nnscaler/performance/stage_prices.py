@@ -28,7 +28,7 @@ from nnscaler.communication_buckets import AHEAD_BYTES, BATCHES, SHARED_BYTES, g
 from nnscaler.ir.conversion_table_and_paths import ConversionRow
 from nnscaler.ir.graph import Graph, element_bytes, gradient_dtype
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import Stage
+from nnscaler.ir.operation_placement import Stage
 from nnscaler.ir.ring_rotation_calls import Direction, as_computed, rotations
 from nnscaler.layout import full_along, local_shape
 from nnscaler.planning.cost.collectives import bucket_seconds

@@ -18,7 +18,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.derive_operand_layouts import around_axis, explain_illegal_choice, input_states, is_legal
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import Choice, Split
+from nnscaler.ir.operation_placement import Choice, Split
 from nnscaler.layout import SLICE, Sharded, State
 from nnscaler.transform.complete_plan import follow_batch
 from nnscaler.transform.plan import DP, EP, Axes, Plan, SplitStep

@@ -12,7 +12,7 @@ from itertools import pairwise
 from types import MappingProxyType
 
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.gradient_flow import records
+from nnscaler.ir.gradients_and_kept_values import records
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.transform.balanced_cuts_at_module_borders import balanced_cuts

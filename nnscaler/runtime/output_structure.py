@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nnscaler.runtime.program.imports_of_user_files import is_private
+from nnscaler.runtime.program.resolve_shadowed_user_imports import is_private
 from nnscaler.runtime.stage_base_class import LOSS
 
 _CACHES = "transformers.cache_utils"  # of keys and values, to generate from: no result that somebody waits for

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nnscaler.layout import Partial, Prefix, Sharded, States
 from nnscaler.runtime.cut_tensors import join_pieces, nested, piece_of
-from nnscaler.runtime.tensor_values import distance_of_copies, same_bits
+from nnscaler.runtime.tensor_bits_and_differences import distance_of_copies, same_bits
 
 Coordinates = Mapping[str, int]
 Sizes = Mapping[str, int]

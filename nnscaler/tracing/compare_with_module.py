@@ -14,9 +14,9 @@ from op_registry.registry import facts_of
 from op_registry.source_location import SourceLocation
 
 from nnscaler.errors import NnscalerError, few
+from nnscaler.global_random_generators import python_states, set_states
 from nnscaler.ir.graph import LOSS, Graph
-from nnscaler.random_generators import python_states, set_states
-from nnscaler.runtime.tensor_values import FAMILY_SHARE, FILL, FLOAT64_BOUND, difference, family_scale
+from nnscaler.runtime.tensor_bits_and_differences import FAMILY_SHARE, FILL, FLOAT64_BOUND, difference, family_scale
 from nnscaler.runtime.training.autocast import AskedDtypes
 from nnscaler.tracing.export.loss_module import results_of
 from nnscaler.tracing.export.module_copies import copied

@@ -22,7 +22,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.manifest import Manifest
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.shards import logical_coordinates
-from nnscaler.runtime.tensor_values import values_of
+from nnscaler.runtime.tensor_bits_and_differences import values_of
 from nnscaler.runtime.training.saving.rank_tensors_as_boxes import StoredTensor
 
 _ODD = 6364136223846793005  # of Knuth's generator: what each place is weighted with

@@ -24,7 +24,7 @@ from nnscaler.runtime.training.build_stages import one_tensor
 from nnscaler.runtime.training.cut_batch import inputs_read_whole, part_axes
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.executor_settings import ExecutorSettings
-from nnscaler.training.recompilation import SentProgram, Vouch, folder_of
+from nnscaler.training.programs_by_batch_size import SentProgram, Vouch, folder_of
 
 NO_LOSS, EVERY_RANK = -1, -2
 

@@ -26,7 +26,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from nnscaler.errors import NnscalerError
 from nnscaler.model_file import seed_generators
 from nnscaler.runtime.nested_values import leaves_of
-from nnscaler.runtime.tensor_values import bits_of
+from nnscaler.runtime.tensor_bits_and_differences import bits_of
 from nnscaler.runtime.training.cut_batch import DataPart
 from nnscaler.training.check_replicas import ONE_STREAM
 from nnscaler.training.pack_and_collate_samples import Collate, Collated, pack

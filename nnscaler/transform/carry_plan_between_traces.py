@@ -21,7 +21,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.derive_operand_layouts import even_or_balanced, is_legal
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.operation_annotations import Signature, signatures
-from nnscaler.ir.placement import Split
+from nnscaler.ir.operation_placement import Split
 from nnscaler.layout import MICRO
 from nnscaler.transform.plan import ChunkStep, OrderStep, Plan, RestStep, SplitStep, Step
 from nnscaler.transform.select_operations import select

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from op_registry.registry import facts_of
 
-from nnscaler.ir.gradient_flow import KeptTensor, kept_by, reads_alone, records, viewed
+from nnscaler.ir.gradients_and_kept_values import KeptTensor, kept_by, reads_alone, records, viewed
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.operation_annotations import Signature
 

@@ -24,7 +24,7 @@ from nnscaler.ir.derive_operand_layouts import (
 )
 from nnscaler.ir.graph import Graph, Operation, is_free_name
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import Choice, Chunk, RunInvariant, Split
+from nnscaler.ir.operation_placement import Choice, Chunk, RunInvariant, Split
 from nnscaler.layout import INVARIANT, Replicated
 from nnscaler.transform.plan import Axes, ChunkStep, Plan
 from nnscaler.transform.propagate_choices import FollowAxis, follow, spread

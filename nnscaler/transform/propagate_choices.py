@@ -26,7 +26,7 @@ from nnscaler.ir.derive_operand_layouts import (
 )
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
+from nnscaler.ir.operation_placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
 from nnscaler.layout import (
     IN_STEP,
     INVARIANT,

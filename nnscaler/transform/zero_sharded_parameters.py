@@ -17,7 +17,7 @@ from op_registry.annotation.splits import balanced
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.conversion_table_and_paths import explain_illegal
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.placement import Rest
+from nnscaler.ir.operation_placement import Rest
 from nnscaler.layout import Layout, Sharded
 from nnscaler.transform.plan import Plan, RestStep
 

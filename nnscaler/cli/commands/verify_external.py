@@ -108,7 +108,7 @@ def _add_library(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_run(group: argparse._ArgumentGroup) -> None:
-    from nnscaler.ir.precision import FLOATS
+    from nnscaler.ir.mixed_precision_dtypes import FLOATS
     from verify.external.request import EXECUTORS, TIMEOUT
 
     group.add_argument(

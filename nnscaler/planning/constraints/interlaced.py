@@ -13,7 +13,7 @@ from dataclasses import replace
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import Choice, RunInvariant
+from nnscaler.ir.operation_placement import Choice, RunInvariant
 from nnscaler.planning.constraints.megatron import roles_of
 from nnscaler.planning.constraints.size_and_choice_constraints import Constraint, SharedEnds, identifiers_of_parameters
 from nnscaler.transform.partition_stages import (

@@ -10,7 +10,7 @@ from op_registry.annotation.splits import balanced
 
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import Choice, Split
+from nnscaler.ir.operation_placement import Choice, Split
 from nnscaler.layout import Sharded, State
 from nnscaler.planning.constraints.size_and_choice_constraints import Constraint
 from nnscaler.transform.complete_plan import batch_of, batch_states

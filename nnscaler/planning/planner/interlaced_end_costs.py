@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nnscaler.ir.graph import Operation, element_bytes
-from nnscaler.ir.placement import Choice, RunInvariant, Split
+from nnscaler.ir.operation_placement import Choice, RunInvariant, Split
 from nnscaler.planning.constraints.size_and_choice_constraints import Constraint, SharedEnds
 from nnscaler.planning.cost.collectives import seconds_per_byte
 from nnscaler.planning.cost.model_protocol import AxisPlace

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from nnscaler.planning.planner.bounds.equal_layer_pipeline import Layered
 from nnscaler.planning.planner.bounds.lagrangian import Prices
-from nnscaler.planning.planner.bounds.pipeline import Layered
 from nnscaler.planning.planner.equal_layer_chain import ChainSegment, Priced
 from nnscaler.planning.sharding.build_problem import once_at
 

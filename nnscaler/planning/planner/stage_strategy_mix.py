@@ -15,8 +15,8 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
+from nnscaler.planning.planner.bounds.equal_layer_pipeline import Layered, adding
 from nnscaler.planning.planner.bounds.lagrangian import Pieces, Prices, StageKind
-from nnscaler.planning.planner.bounds.pipeline import Layered, adding
 from nnscaler.planning.planner.equal_layer_chain import Priced
 from nnscaler.planning.planner.layer_time_memory_tradeoffs import Ends, Way, ways_of
 from nnscaler.planning.planner.prune_dominated import Numbers

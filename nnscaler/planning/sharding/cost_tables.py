@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nnscaler.ir.gradient_flow import kept_by, records
+from nnscaler.ir.gradients_and_kept_values import kept_by, records
 from nnscaler.ir.graph import Graph, LogicalTensor, Operation, element_bytes
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.ring_rotation_calls import as_computed, circulation

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.gradient_flow import KeptTensor, first_kept, kept_by
+from nnscaler.ir.gradients_and_kept_values import KeptTensor, first_kept, kept_by
 from nnscaler.ir.graph import HALF, Graph, Operation, element_bytes, gradient_dtype
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.transform.cheap_outputs import CheapOutputs, cheap_outputs

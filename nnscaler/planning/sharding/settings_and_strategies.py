@@ -11,7 +11,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.derive_operand_layouts import explain_illegal_choices, input_layouts, output_layouts
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
+from nnscaler.ir.operation_placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
 from nnscaler.layout import MICRO, Layout, local_shape
 from nnscaler.planning.context_and_expert_parallel import context_parallel, expert_steps
 from nnscaler.planning.cost.model_protocol import AxisPlace

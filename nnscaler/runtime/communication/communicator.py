@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nnscaler.runtime.tensor_values import values_of
+from nnscaler.runtime.tensor_bits_and_differences import values_of
 
 SUMMED = "the gradient sum of "  # the context of a call, before the names of parameters
 Key = tuple[object, ...]

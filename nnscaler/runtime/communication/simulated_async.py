@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nnscaler.runtime.communication.communicator import CommunicationCall, UnderWayError
-from nnscaler.runtime.tensor_values import bits_of
+from nnscaler.runtime.tensor_bits_and_differences import bits_of
 
 Give = Callable[[Sequence[Tensor]], None]
 Result = Callable[[bool], list[Tensor] | None]  # whether to wait; None: not all ranks have given theirs

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nnscaler.error_text import first_line
+from nnscaler.exception_in_one_line import first_line
 from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError, Communicator, Key
 
 

@@ -26,7 +26,7 @@ from nnscaler.runtime.training.autocast import autocast_on, precision_of_run
 from nnscaler.runtime.training.cut_batch import Batch
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.model_outputs import total_loss
-from nnscaler.runtime.training.parameters_at_rest import gather
+from nnscaler.runtime.training.zero_1_2_and_master_weights import gather
 
 
 class Versions:

@@ -39,10 +39,10 @@ from nnscaler.runtime.training.cut_batch import Batch, BatchCutter
 from nnscaler.runtime.training.executor_settings import ExecutorSettings
 from nnscaler.runtime.training.gradients.accumulate_and_reduce import Gradients
 from nnscaler.runtime.training.gradients.gradient_norm_and_clipping import clip_gradients, gradient_norm
+from nnscaler.runtime.training.instrument_role_source import observed_copy
 from nnscaler.runtime.training.messages import Mail
 from nnscaler.runtime.training.model_outputs import Kept, Results, check_outputs, total_loss
-from nnscaler.runtime.training.observe_intermediate_tensors import observed_copy
-from nnscaler.runtime.training.parameters_at_rest import gather
+from nnscaler.runtime.training.zero_1_2_and_master_weights import gather
 
 Observe = Callable[[int, int, str, str, Tensor], None]
 

@@ -16,8 +16,8 @@ import torch
 
 from op_registry.source_location import SourceLocation
 
-from nnscaler.error_text import in_one_line
 from nnscaler.errors import NnscalerError
+from nnscaler.exception_in_one_line import in_one_line
 from nnscaler.is_user_file import OURS, beside, is_installed
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n(?:[ \t]+(?P<text>[^\n]*))?')

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from nnscaler.codegen.compiled_program import Program
 from nnscaler.compile import parallelize
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.precision import Precision, parse_precision
+from nnscaler.ir.mixed_precision_dtypes import Precision, parse_precision
 from nnscaler.runtime.nested_values import items_of
 from nnscaler.runtime.stage_base_class import INPUT_GRADIENT
 from nnscaler.tracing import trace

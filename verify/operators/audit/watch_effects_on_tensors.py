@@ -14,7 +14,7 @@ from torch import Tensor
 from op_registry.call import Call, TensorArgument
 from op_registry.spec import OperatorSpec
 
-from nnscaler.runtime.tensor_values import difference, family_scale, same_values
+from nnscaler.runtime.tensor_bits_and_differences import difference, family_scale, same_values
 from nnscaler.runtime.training.autocast import AskedDtypes
 from verify.evidence.inputs.concrete_call import ConcreteCall, outputs_of, with_tensors
 from verify.evidence.oracle.case_runner import NARROW

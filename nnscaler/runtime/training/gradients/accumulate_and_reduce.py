@@ -30,7 +30,7 @@ from nnscaler.runtime.training.gradients.gradient_plan import (
     wanted,
     widened,
 )
-from nnscaler.runtime.training.parameters_at_rest import AtRest
+from nnscaler.runtime.training.zero_1_2_and_master_weights import AtRest
 
 
 class Gradients:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nnscaler.runtime.communication.communicator import SUMMED, Communicator, Pending
-from nnscaler.runtime.training.parameters_at_rest import Division, unflattened
+from nnscaler.runtime.training.zero_1_2_and_master_weights import Division, unflattened
 
 _NAMED = 3  # parameters of a bucket that an error names
 Group = tuple[int, ...]

@@ -19,7 +19,7 @@ from nnscaler.communication_buckets import in_buckets
 from nnscaler.runtime.shards import unravel
 from nnscaler.runtime.stage_base_class import Parameter, Stage, is_trained
 from nnscaler.runtime.training.autocast import dtype_named
-from nnscaler.runtime.training.parameters_at_rest import AtRest, Division
+from nnscaler.runtime.training.zero_1_2_and_master_weights import AtRest, Division
 
 T = TypeVar("T")
 HALF = (torch.float16, torch.bfloat16)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from nnscaler.error_text import in_one_line
+from nnscaler.exception_in_one_line import in_one_line
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.training.saving.rank_tensors_as_boxes import Box
 

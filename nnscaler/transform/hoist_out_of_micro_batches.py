@@ -16,7 +16,7 @@ from nnscaler.ir.conversion_table_and_paths import find_path
 from nnscaler.ir.derive_operand_layouts import input_states, output_states
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import PartitionedGraph, Placement, RunInvariant
+from nnscaler.ir.operation_placement import PartitionedGraph, Placement, RunInvariant
 from nnscaler.layout import INVARIANT, SLICE, Replicated
 
 SUFFIX = "_of_step"

@@ -24,7 +24,7 @@ from nnscaler.manifest import Manifest
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.training.cut_batch import DataPart
 from nnscaler.tracing.sample_inputs import BatchConstants
-from nnscaler.tracing.train_and_eval_modes import modes_of
+from nnscaler.tracing.set_and_restore_modes import modes_of
 from nnscaler.training.check_replicas import row_checksum
 from nnscaler.training.user_loop.tell_unfollowed_module_changes import ModuleWatch
 
