@@ -28,7 +28,7 @@ from nnscaler.communication.communicated_graph import (
 )
 from nnscaler.communication.cross_mesh_resharding import BlockMessage, in_micro_batch, transfer
 from nnscaler.communication.parameter_layouts import gathered_again
-from nnscaler.communication.zero_bubble_split import statement_halves
+from nnscaler.communication.statements_of_backward_halves import statement_halves
 from nnscaler.ir.graph import Graph, Operation, element_bytes
 from nnscaler.ir.operation_placement import Stage
 from nnscaler.ir.ring_rotation_calls import ROTATE, Direction, rotations

@@ -51,7 +51,7 @@ from nnscaler.communication.communicated_graph import (
 )
 from nnscaler.communication.parameter_layouts import let_go
 from nnscaler.communication.stage_communication_calls import ranks_text
-from nnscaler.communication.zero_bubble_split import BOTH, statement_halves
+from nnscaler.communication.statements_of_backward_halves import BOTH, statement_halves
 from nnscaler.ir.graph import Graph, element_bytes, gradient_dtype
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.operation_placement import Split

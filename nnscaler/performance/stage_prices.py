@@ -23,7 +23,7 @@ from nnscaler.communication.communicated_graph import (
 )
 from nnscaler.communication.parameter_layouts import RestPhase, gathered_again, moves_of, parameter_gathers, rest_moves
 from nnscaler.communication.stage_communication_calls import CallSite, Part, loss_calls
-from nnscaler.communication.zero_bubble_split import StatementHalves, statement_halves
+from nnscaler.communication.statements_of_backward_halves import StatementHalves, statement_halves
 from nnscaler.communication_buckets import AHEAD_BYTES, BATCHES, SHARED_BYTES, gathered_ahead
 from nnscaler.ir.conversion_table_and_paths import ConversionRow
 from nnscaler.ir.graph import Graph, element_bytes, gradient_dtype
