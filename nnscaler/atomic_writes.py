@@ -1,4 +1,4 @@
-"""Writing files for the user: whole or not at all, and an error that names the path and the cause.
+"""Write files and folders for the user atomically, whole or not at all, with errors that name the path and the cause.
 
 Whether a place can be written is found out before minutes of work, by writing to it on trial.
 """

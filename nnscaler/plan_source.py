@@ -1,4 +1,4 @@
-"""The plan that a request names: mesh axes, a saved plan, a policy function of the user's, or a search; and the
+"""Resolve the plan that a request names: mesh axes, a saved plan, a policy function of the user's, or a search; and the
 schedule that it names: a name, or a file with one."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A compiled program: role sources, manifest, plan, graph and state; and how it lies in a directory."""
+"""A compiled program as a record, and its directory: role sources, manifest, plan, graph and state."""
 
 from __future__ import annotations
 

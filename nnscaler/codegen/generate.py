@@ -1,4 +1,4 @@
-"""From a communicated graph and a schedule to the text of every role, and the manifest."""
+"""Generate the text of every role, and the manifest, from a communicated graph and a schedule."""
 
 from __future__ import annotations
 

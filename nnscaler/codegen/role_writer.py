@@ -1,4 +1,5 @@
-"""A role: the ranks that run the same code. One Python file, a class per stage, and the order in which they run."""
+"""Write the Python file of one role, the ranks that run the same code: a class per stage, and the order of their
+passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One stage of a rank program as a Python class: a line of the model is a line of the program."""
+"""Write one stage of a rank program as a Python class: a line of the model is a line of the program."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The calls that bring parameters from where they rest to their leaves, and gradients back, in the buckets that
-`nnscaler.runtime.training.zero_1_2_and_master_weights` and `.gradients` make.
+"""List the bucketed calls that gather parameters from where they rest to their leaves and take gradients back, in the
+buckets that `nnscaler.runtime.training.zero_1_2_and_master_weights` and `.gradients` make.
 
 A test holds them together.
 """

@@ -1,4 +1,4 @@
-"""Region algebra: who sends what when a tensor moves between meshes of different shape or rank count.
+"""Plan who sends which block to whom when a tensor moves between meshes of different shape or rank count.
 
 A rank's shard of a dim is a union of runs of logical indices; its local coordinate counts along those runs. The part
 that two ranks share is the intersection of their runs, per dim, in both local coordinates. Layouts hold `Invariant`

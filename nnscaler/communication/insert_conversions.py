@@ -1,4 +1,4 @@
-"""From a partitioned graph to a communicated one: the layouts that meet and disagree get their conversions.
+"""Insert conversions into a partitioned graph where the layouts of a producer and a consumer disagree.
 
 Operations are walked in order. A layout that is needed and does not exist is reached from the cheapest version that
 does, and every intermediate layout is a version that others may start from: conversions form a tree, so that three

@@ -1,4 +1,4 @@
-"""How parameters lie at rest, and which of their gradient reductions are deferred.
+"""Choose the layouts of parameters at rest, and which of their gradient reductions are deferred.
 
 A stored tensor has three layouts: at rest (what optimizer and checkpoint see; `Invariant` or `Sharded` per axis), leaf
 (at rest, with `Replicated` where some use wants a deferred reduction), and one per use. The layout at rest is chosen

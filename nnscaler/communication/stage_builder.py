@@ -1,4 +1,4 @@
-"""One stage of a program under construction: the versions of its tensors, and the statements that make them."""
+"""Build one stage of a program: the versions of its tensors, and the statements that make them."""
 
 from __future__ import annotations
 

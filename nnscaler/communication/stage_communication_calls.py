@@ -1,5 +1,5 @@
-"""The calls of a stage: conversions forward and backward, rotations inside of operators, messages to other stages, the
-sum of the loss."""
+"""List the communication calls of a stage: conversions forward and backward, rotations inside of operators, messages to
+other stages, the sum of the loss."""
 
 from __future__ import annotations
 

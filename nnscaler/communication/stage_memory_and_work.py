@@ -1,4 +1,4 @@
-"""Memory and work of every stage, by a model: estimates for a report, not measurements.
+"""Estimate the memory and work of every stage by a model, for a report: these are no measurements.
 
 Memory, of one rank (of the one with the largest shards), in bytes, at the moment of the step when most is held:
 

@@ -1,4 +1,4 @@
-"""From a choice on an axis to the layout of every operand, and back. Derived from annotations, never written by hand.
+"""Derive the layout of every operand from an operation's choice on an axis, and the choice back, by its annotation.
 
 Under `Split(identifier, outer)` an operand that has the identifier is sharded; an input that lacks it is
 `Replicated` (its gradient is a partial sum), or `Partial` when it enters additively; an output that lacks it is a
@@ -6,6 +6,8 @@ Under `Split(identifier, outer)` an operand that has the identifier is sharded; 
 
 Where the split has a `circulating` identifier, an input that lacks the first and has this one is sharded along it, and
 so is its gradient: the operator passes such shards around the axis and adds to their gradients on the way.
+
+No operator has layouts that are written by hand.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Measure what a model's operators and this machine's collectives take: the profile that the planner reads."""
+"""Measure the times of a model's operators and of this machine's collectives: the profile that the planner reads."""
 
 from __future__ import annotations
 

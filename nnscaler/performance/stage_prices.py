@@ -1,4 +1,4 @@
-"""Seconds of what the stages of a program do, statement by statement, by a cost model; and of the calls of a step
+"""Price what the stages of a program do in seconds, statement by statement, by a cost model; and the calls of a step
 outside of its passes' lines: of parameters at rest, and of the loss."""
 
 from __future__ import annotations

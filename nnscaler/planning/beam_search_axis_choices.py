@@ -1,5 +1,4 @@
-"""The cheapest choices of all operations on one axis, by a dynamic program over operations in topological order, cut to
-a beam.
+"""Search the cheapest choices of all operations on one axis, by a dynamic program in topological order, cut to a beam.
 
 Its state is the set of layouts in which each live tensor exists, so that conversions which several consumers share are
 paid once. A state from which another one is reached at less than the difference in cost dominates it, and of what is

@@ -1,4 +1,5 @@
-"""Context parallelism: the tokens are split over an axis, and attention passes its keys and values around.
+"""Context and expert parallelism: tokens or experts are split over an axis. In the first, attention passes its keys and
+values around.
 
 The dim of the inputs that holds tokens is the one that reaches the rows of an attention through the annotations. All
 else follows from it, as data parallelism follows from the batch dim. Where the order of tokens matters (a causal mask),

@@ -1,4 +1,4 @@
-"""Ready policies: the plans that nnScaler's paper (Lin et al., OSDI 2024) compares, by name.
+"""Named policies: the ready plans that nnScaler's paper (Lin et al., OSDI 2024) compares, by name.
 
 `megatron`, or `megatron:dp=2,tp=2,pp=2`. Each says what it does with a graph; its axes say on how many ranks.
 """

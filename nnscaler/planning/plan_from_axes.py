@@ -1,4 +1,4 @@
-"""Make a plan from a short specification: `dp=2,tp=2,pp=2`."""
+"""Make a plan from its axes: `dp=2,tp=2,pp=2`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that run their layers several times, the last time alone with a gradient (recycling), and their stages.
+"""Make the stages of models that run their layers several times, the last time alone with a gradient (recycling).
 
 Part p of the layers runs on pipeline device p in every run: stage `run * devices + p`. So each parameter lies on one
 device, and what a run hands to the next one goes from the last device to the first.

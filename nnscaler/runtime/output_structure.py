@@ -1,4 +1,5 @@
-"""How a model returns its tensors: nested tuples, dicts and dataclasses as one line of JSON, and back.
+"""Describe how a model returns its tensors, in nested tuples, dicts and dataclasses, as one line of JSON, and rebuild
+it.
 
     {"class": "transformers.modeling_outputs:CausalLMOutputWithPast", "items": [["loss", {"tensor": "loss"}],
      ["logits", {"tensor": "logits"}]]}

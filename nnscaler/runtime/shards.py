@@ -1,4 +1,4 @@
-"""Pieces of a logical tensor: the shard of a rank, and the logical tensor assembled from the pieces of all ranks.
+"""Cut the shard of a rank from a logical tensor, and assemble the logical tensor from the pieces of all ranks.
 
 One mechanism for every layout: the logical indices that a rank holds along one dim, cut by one axis after the other
 (`cut`), from the outermost inwards.

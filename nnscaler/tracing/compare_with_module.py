@@ -1,4 +1,4 @@
-"""A traced graph must do what the module does: results, gradients and buffers on the sample batch, against eager."""
+"""Compare a traced graph with its module: results, gradients and buffers on the sample batch, against eager."""
 
 from __future__ import annotations
 

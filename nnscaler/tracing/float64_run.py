@@ -1,4 +1,4 @@
-"""The exact run: a model in float64 throughout, also where its code asks for another floating dtype.
+"""Run a model in float64 throughout, also where its code asks for another floating dtype: the exact run.
 
 In float64 the rounding of two ways to compute one thing is some 1e-15, so that any real difference stands out. Random
 numbers are those of a program (`eager_with_program_draws`); without one, nothing is dropped.

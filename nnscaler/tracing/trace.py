@@ -1,4 +1,4 @@
-"""From a module and a sample batch to a graph."""
+"""Trace a module with a sample batch into a graph."""
 
 from __future__ import annotations
 

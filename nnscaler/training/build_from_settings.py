@@ -1,4 +1,4 @@
-"""Load and make what the settings of a run name: data, program, optimizer, schedule, hooks."""
+"""Build what the settings of a run name: data, program, optimizer, schedule, hooks."""
 
 from __future__ import annotations
 

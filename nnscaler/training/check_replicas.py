@@ -1,4 +1,4 @@
-"""Do ranks that should hold equal bits still hold them? A check for production: one small message for all tensors.
+"""Check that ranks that should hold equal bits still do, in production: one small message for all tensors.
 
 Copies of a parameter are updated on each rank by itself. A sum in another order, a step that one rank skips or a memory
 error makes them drift apart, and no loss shows it for long.

@@ -1,4 +1,4 @@
-"""How samples become the rows of a batch: documents of tokens are packed into rows, and rows are collated.
+"""Pack documents of tokens into rows, and collate samples into the rows of a batch.
 
 Packed documents are their concatenation, cut into rows: every token is read once per epoch and, but for the first of
 its document, predicted once.

@@ -1,4 +1,5 @@
-"""Programs for batches of other sizes: compiled when a batch of that size comes, on rank 0, and sent to the others."""
+"""Keep a program for each size of a batch: compiled when a batch of that size comes, on rank 0, and sent to the
+others."""
 
 from __future__ import annotations
 

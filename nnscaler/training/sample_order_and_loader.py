@@ -1,4 +1,4 @@
-"""Read each data part's rows of each global batch, in an order that knows nothing of plans.
+"""Order the samples of a run, knowing nothing of plans, and load each data part's rows of each global batch.
 
 The order of an epoch is a function of (seed, epoch). A batch is a run of that order, and a data part has the rows of it
 that the program cuts for it: a contiguous block, the larger ones first where the batch does not divide. So the same

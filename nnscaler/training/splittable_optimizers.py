@@ -1,4 +1,4 @@
-"""Which shards an optimizer may be given, and groups of parameters by pattern.
+"""Find which shards an optimizer may be given, and make groups of parameters by pattern.
 
 An update says along which dims of a parameter it may be cut: the registry for torch's own classes, and for any other
 one a test on the spot, which runs it whole and on shards.

@@ -1,4 +1,4 @@
-"""A training run: the loop that settings describe.
+"""The trainer: the training loop of a run, as its settings describe it.
 
     Trainer(model="gpt.py", data={"source": "text.py::datasets"}, steps=1000).fit()
 

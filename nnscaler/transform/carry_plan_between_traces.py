@@ -1,4 +1,4 @@
-"""A plan of one trace of a model, carried to another: for batches of other sizes, or the other mode.
+"""Carry a plan of one trace of a model to another trace: for batches of other sizes, or the other mode.
 
 Two things in a plan are of one graph. Names count its operators: where a mode adds or leaves out one (stochastic depth
 in training), `add_8` is another operation after it. What tells operations apart in both graphs is their name without

@@ -1,4 +1,4 @@
-"""Regions that run in pieces, one after another on the same ranks: coshard (Lin et al., nnScaler, OSDI 2024).
+"""Regions that run in chunks, one after another on the same ranks: coshard (Lin et al., nnScaler, OSDI 2024).
 
 The pieces of a region are an axis in time, like micro-batches: it has no ranks, states on it mean the same, and nothing
 can be communicated over it before the last piece is done. One operation of the region is split as its step says. The

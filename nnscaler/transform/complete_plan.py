@@ -1,4 +1,4 @@
-"""The choices of all operations on one mesh: what the plan's steps say, and what follows from it.
+"""Complete the choices of all operations on one mesh: what the plan's steps say, and what follows from it.
 
 Micro-batches come first, since they can communicate nothing, slices likewise, then the axes that the batch takes, then
 the others.

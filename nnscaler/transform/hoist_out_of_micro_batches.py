@@ -1,4 +1,4 @@
-"""Values that all micro-batches share: computed once per step, before the first forward.
+"""Hoist values that all micro-batches share out of them: computed once per step, before the first forward.
 
 Micro-batches are a mesh axis in time, on which nothing can be communicated; slices of tokens are another, on which a
 slice has what earlier ones made, and no more. A tensor that is a shard or a partial sum over them (the number of labels

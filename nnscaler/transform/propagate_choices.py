@@ -1,4 +1,4 @@
-"""Choices that nobody made: on one axis, let every operation follow the layouts that reach it.
+"""Propagate choices to operations that have none: on one axis, let each follow the layouts that reach it.
 
 Data parallelism and micro-batches are made in this way alone: the inputs are sharded along their batch dim, and each
 operation takes the choice that its inputs' layouts suggest at the least communication. A hand-written plan is completed

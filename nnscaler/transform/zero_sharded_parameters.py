@@ -1,4 +1,4 @@
-"""Parameters that rest sharded over an axis whose ranks all read them: ZeRO, fully sharded data parallel.
+"""Shard parameters at rest over an axis whose ranks all read them: ZeRO, fully sharded data parallel.
 
 Such a parameter's layout at rest has one more `Sharded`. Under ZeRO-3 that of its leaf has it too: to be read it is
 converted like any tensor, gathered forward, its gradient reduced and scattered backward. Under ZeRO-1 and 2 the leaf is

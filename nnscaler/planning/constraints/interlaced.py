@@ -1,5 +1,5 @@
-"""Interlaced pipelines: tables and heads at the ends of a model lie over all devices, the layers between them in
-disjoint stages (Lin et al., nnScaler, 2024).
+"""Constraints of interlaced pipelines: tables and heads at the ends of a model lie over all devices, the layers between
+them in disjoint stages (Lin et al., nnScaler, 2024).
 
 The first stage and the last one run on all pipeline devices together, each of which holds a part of their parameters;
 stages 1 to p are those of the p devices.

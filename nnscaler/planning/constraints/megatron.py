@@ -1,4 +1,5 @@
-"""Constraints that are policies: Megatron's division of layers over tp, and sequence parallelism between its pairs."""
+"""Constraints of Megatron-style plans: Megatron's division of layers over tp, and sequence parallelism between its
+pairs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shards of a graph's operations that a plan over some ranks may run, as calls that can be measured."""
+"""Collect the operator calls to measure: the shards of a graph's operations that a plan over some ranks may run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floating point operations and memory traffic of one shard of an operation, forward and backward."""
+"""Count the floating point operations and memory traffic of one shard of an operation, forward and backward."""
 
 from __future__ import annotations
 

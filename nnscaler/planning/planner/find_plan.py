@@ -1,4 +1,4 @@
-"""The planner's front door: the fastest plan for a graph on a described cluster, with a proof of how good it is.
+"""Find the fastest plan for a graph on a described cluster, with a proof of how good it is: the planner's entry.
 
 The idea
 --------

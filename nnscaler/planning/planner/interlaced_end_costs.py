@@ -1,4 +1,4 @@
-"""Costs of the shared ends of an interlaced pipeline on each rank, and their choices.
+"""Price the shared ends of an interlaced pipeline on each rank, and search their choices.
 
 All devices run them together, so that in a configuration they are a problem of their own: over tp x pp ranks, with
 whole tensors on the borders to the layers. Their choices are the fastest ones; of these a rank holds a part of each

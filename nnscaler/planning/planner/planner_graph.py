@@ -1,4 +1,4 @@
-"""A graph as the planner sees it: its layers as items between which a pipeline may be cut, and its tables by size."""
+"""The planner's view of a graph: layers as items between which a pipeline may be cut, and its cost tables by size."""
 
 from __future__ import annotations
 

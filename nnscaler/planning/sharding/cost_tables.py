@@ -1,4 +1,4 @@
-"""The sharding problem of a graph in a setting, as data: what every strategy costs, and what every conversion does.
+"""The cost tables of a graph in a setting: what every strategy of an operation costs, and what every conversion does.
 
 There is one node per operation, one per tensor that several places read, and one per parameter that several places
 read. A tensor's node says in which layout its readers find it: it is converted to that layout once, and from there by

@@ -1,4 +1,5 @@
-"""Activations kept for backward: for every operation, the inputs that it is the first to keep."""
+"""Memory of parameters, with their gradients and optimizer states, and of activations kept for backward: for every
+operation, the inputs that it is the first to keep."""
 
 from __future__ import annotations
 

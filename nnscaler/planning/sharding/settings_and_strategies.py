@@ -1,4 +1,5 @@
-"""One way to run a graph on ranks, for which the choices of operations are searched: the question, not the answer."""
+"""The settings in which a graph's choices are searched (axes, what is given on them), and each operation's
+strategies."""
 
 from __future__ import annotations
 

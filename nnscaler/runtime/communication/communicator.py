@@ -1,4 +1,4 @@
-"""Communication of a rank program with other ranks: its calls, the record of each, and the common checks.
+"""The communicator of a rank program, its interface to other ranks: calls, the record of each, and the common checks.
 
 Implementations: `simulator` (a thread per rank), `gloo` and `nccl`. Rank programs cannot tell them apart:
 

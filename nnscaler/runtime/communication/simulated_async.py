@@ -1,4 +1,4 @@
-"""What a simulated rank has begun and not waited for, and when it reads and writes memory.
+"""Simulated asynchronous calls of a rank: what it has begun and not waited for, and when it reads and writes memory.
 
 By default it reads what it is given at once, and writes its results when it is waited for; that what it was given has
 changed meanwhile is an error. Under random timings it reads at some moment between, writes at some later one, in any

@@ -1,4 +1,4 @@
-"""One job of the local launcher: the directory through which launcher and ranks talk, and its outcome.
+"""A job of the local launcher: the directory through which launcher and ranks talk, and its outcome.
 
 job.pt            what to run: written by the launcher, read by every rank
 store             where the ranks find each other

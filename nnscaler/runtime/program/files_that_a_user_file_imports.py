@@ -1,4 +1,4 @@
-"""The files of the user's own that a user's file imports: what it computes depends on them as on its own text.
+"""Find the user's own files that a user's file imports: what it computes depends on them as on its own text.
 
 They are found by the text of the file and of those that it imports, wherever in them an import stands. An import by a
 name that is made when it runs is not seen. Python's files, those of installed packages and ours are none of the user's.

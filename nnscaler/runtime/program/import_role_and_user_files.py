@@ -1,4 +1,4 @@
-"""Load Python files by path, under names of our own: roles of a program, and users' files.
+"""Import Python files by path, under names of our own: roles of a program, and users' files.
 
 A user's file may be called anything and stand beside files called anything (`verify.py`, `ir.py`, `types.py`). It is
 loaded as `_nnscaler_user_<folder>.<file>`; its folder goes to the end of `sys.path`, so that it never shadows what

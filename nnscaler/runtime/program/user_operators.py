@@ -1,4 +1,4 @@
-"""The user's operators that a rank program calls: found in this process, or registered by importing the user's file."""
+"""Find the user's operators that a rank program calls: in this process, or registered by importing the user's file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Run a role module whose parameters are updated after each batch, while others are on the way: a stream has no steps.
+"""Run an asynchronous pipeline: a role module whose parameters are updated after each batch, while others are on the
+way. Such a stream has no steps.
 
 The order of a device is followed as long as batches come; which version of its parameters a batch reads follows from
 it (`nnscaler.instructions`).

@@ -1,4 +1,4 @@
-"""The results of a run besides its loss: kept by micro-batch, put together on a rank, and gathered over ranks."""
+"""Collect a model's results besides its loss: kept by micro-batch, put together on a rank, and gathered over ranks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Python attributes that a module changes in forward, and numbers that it draws from Python's generators: a program has
-those of one step in every step."""
+"""Detect Python attributes that a module changes in forward, and numbers that it draws from Python's generators: a
+program has those of one step in every step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where in the user's files something happened: from the traces that export records, and from exceptions."""
+"""Find where in the user's files something happened: from the traces that export records, and from exceptions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The program of a part of a model: forward, and backward from gradients of its outputs to those of its inputs."""
+"""Compile a part of a model into a program: forward, and backward from gradients of its outputs to those of its
+inputs."""
 
 from __future__ import annotations
 

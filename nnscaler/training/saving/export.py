@@ -1,4 +1,5 @@
-"""Checkpoints for others: as safetensors, a torch file, or a folder that `transformers` reads; told and compared.
+"""Export checkpoints for others: as safetensors, a torch file, or a folder that `transformers` reads; summarise and
+compare them.
 
 One process does this, without an engine. It holds the tensors of one file at a time, and of a torch file all.
 """

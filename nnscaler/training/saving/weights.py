@@ -1,5 +1,5 @@
-"""Weights of a model into an engine and out of it: from a checkpoint, or a folder of safetensors as `transformers` has
-it. Each rank reads what it holds and no more."""
+"""Load the weights of a model into an engine, from a checkpoint or a folder of safetensors as `transformers` has it.
+Each rank reads what it holds and no more."""
 
 from __future__ import annotations
 

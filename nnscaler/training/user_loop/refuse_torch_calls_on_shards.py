@@ -1,4 +1,4 @@
-"""torch's own functions on the tensors of an engine, where they would be wrong without a word: they are refused.
+"""Refuse torch's own functions on the tensors of an engine, where they would be wrong without a word.
 
 torch takes each tensor for a whole one, and what it is given for all there is. A rank has shards: the norm of their
 gradients, an update that couples their elements, and a GradScaler's look for what is not finite would be those of this

@@ -1,4 +1,4 @@
-"""Flat memory in which the gradients of several parameters travel together.
+"""Buckets of gradients: flat memory in which those of several parameters travel together.
 
 Gradients are copied into their places in it as backward makes them, or lie there from the first micro-batch on. A
 bucket leaves when all of its gradients are complete, and comes back when it is waited for.

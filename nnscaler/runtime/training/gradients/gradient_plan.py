@@ -1,4 +1,4 @@
-"""Which gradients of a rank travel together, over which ranks, and in which order.
+"""Plan which gradients of a rank travel together, over which ranks, and in which order.
 
 A gradient is summed over the ranks that differ from this one only on the parameter's `reduce` axes, in every stage that
 holds a copy of it. Gradients with the same group and dtype share buckets, the last parameters of the program in the

@@ -1,4 +1,4 @@
-"""Shards of logical tensors in a folder, written and read by torch.distributed.checkpoint (DCP).
+"""Write and read shards of logical tensors in a folder, by torch.distributed.checkpoint (DCP).
 
 DCP stores chunks: boxes of a logical tensor. A shard is one box, or several where it is strided; a box is stored in
 chunks of at most CHUNK bytes, so that a reader never holds more than one of those besides its own shards. Each rank
