@@ -1,4 +1,4 @@
-"""Switch off Python's garbage collection while very many objects are made that stay."""
+"""Switch off garbage collection while very many objects are made that stay."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from torch.nn import Parameter
 from nnscaler.instructions import batches_written, going_on
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.stage_base_class import Stage
-from nnscaler.runtime.training.autocast_on_running_device import autocast_on, precision_of_run
+from nnscaler.runtime.training.autocast_on_any_device import autocast_on, precision_of_run
 from nnscaler.runtime.training.cut_batch import Batch
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.model_outputs import total_loss

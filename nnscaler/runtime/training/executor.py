@@ -32,12 +32,7 @@ from nnscaler.runtime.stage_base_class import (
     place_of,
     times_of,
 )
-from nnscaler.runtime.training.autocast_on_running_device import (
-    autocast_on,
-    dtype_named,
-    in_precision,
-    precision_of_run,
-)
+from nnscaler.runtime.training.autocast_on_any_device import autocast_on, dtype_named, in_precision, precision_of_run
 from nnscaler.runtime.training.backward import BackwardPasses
 from nnscaler.runtime.training.build_stages import Held, Key, StageBuilder, adopted, compile_each, stages_of, taken_over
 from nnscaler.runtime.training.cut_batch import Batch, BatchCutter

@@ -16,7 +16,7 @@ from nnscaler.runtime.cut_tensors import join_pieces, nested
 from nnscaler.runtime.output_structure import restore
 from nnscaler.runtime.shards import Sizes, local_shape
 from nnscaler.runtime.stage_base_class import LOSS, Result, Stage
-from nnscaler.runtime.training.autocast_on_running_device import dtype_named
+from nnscaler.runtime.training.autocast_on_any_device import dtype_named
 
 Kept = dict[tuple[int, ...], Tensor]  # by place in time: the micro-batch, and its slice if there are some
 

@@ -18,7 +18,7 @@ from nnscaler.layout import Sharded, States
 from nnscaler.manifest import ResultRecord
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.stage_base_class import INPUT_GRADIENT, Stage
-from nnscaler.runtime.training.autocast_on_running_device import dtype_named
+from nnscaler.runtime.training.autocast_on_any_device import dtype_named
 from nnscaler.runtime.training.cut_batch import in_rows
 from nnscaler.runtime.training.model_outputs import joined, sendable
 from nnscaler.training.engine import Engine

@@ -23,7 +23,7 @@ from nnscaler.ir.conversion_table_and_paths import explain_illegal
 from nnscaler.ir.derive_operand_layouts import explain_illegal_choice
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.operation_placement import Split
-from nnscaler.runtime.training.autocast_on_running_device import AskedDtypes
+from nnscaler.runtime.training.autocast_on_any_device import AskedDtypes
 from verify.evidence.inputs.concrete_call import ConcreteCall, function_of, with_outputs, with_tensors
 from verify.evidence.inputs.draw_calls import builtin_call, choose_sizes, from_annotation, resize, sample_calls
 from verify.evidence.inputs.draw_values import refill, varied, with_sentinels

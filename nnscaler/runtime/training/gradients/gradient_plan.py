@@ -18,7 +18,7 @@ from torch.nn import Parameter as Leaf
 from nnscaler.communication_buckets import in_buckets
 from nnscaler.runtime.shards import unravel
 from nnscaler.runtime.stage_base_class import Parameter, Stage, is_trained
-from nnscaler.runtime.training.autocast_on_running_device import dtype_named
+from nnscaler.runtime.training.autocast_on_any_device import dtype_named
 from nnscaler.runtime.training.zero_1_2_and_master_weights import AtRest, Division
 
 T = TypeVar("T")
