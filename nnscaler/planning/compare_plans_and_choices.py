@@ -1,4 +1,4 @@
-"""Compare two plans of one graph operation by operation."""
+"""Compare two plans of one graph operation by operation, and the choice of an operation with its alternatives."""
 
 from __future__ import annotations
 
