@@ -26,14 +26,7 @@ from torch import nn
 import nnscaler
 from nnscaler.layout import Sharded
 from nnscaler.runtime.communication.communicator import Communicator
-from nnscaler.runtime.training.saving.atomic_checkpoint_folders import (
-    SAVING,
-    RunRecord,
-    begin,
-    model_shards,
-    publish,
-    run_objects,
-)
+from nnscaler.runtime.training.saving.checkpoint import SAVING, RunRecord, begin, model_shards, publish, run_objects
 from nnscaler.runtime.training.saving.dcp import Folder, whole, write_part
 from nnscaler.runtime.training.saving.rank_tensors_as_boxes import StoredTensor
 from nnscaler.training.engine import Engine

@@ -44,7 +44,7 @@ from nnscaler.integrations.lightning_torchmetrics import Metrics, MetricValue
 from nnscaler.planning.parse_axes import parse_spec
 from nnscaler.runtime.communication.join_process_group import ProcessPlace
 from nnscaler.runtime.training.cut_batch import DataPart
-from nnscaler.runtime.training.saving.atomic_checkpoint_folders import load_checkpoint
+from nnscaler.runtime.training.saving.checkpoint import load_checkpoint
 from nnscaler.runtime.training.saving.dcp import Folder
 from nnscaler.tracing.sample_inputs import flatten_inputs
 from nnscaler.training.compile_on_first_rank import compile_once

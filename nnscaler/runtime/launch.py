@@ -36,7 +36,7 @@ from nnscaler.runtime.tensor_bits_and_differences import is_whole
 from nnscaler.runtime.training.cut_batch import Batch
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.executor_settings import ExecutorSettings
-from nnscaler.runtime.training.saving.atomic_checkpoint_folders import (
+from nnscaler.runtime.training.saving.checkpoint import (
     CannotWrite,
     Checkpoint,
     check_writable,

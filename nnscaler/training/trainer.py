@@ -27,7 +27,7 @@ from nnscaler.exception_in_one_line import in_one_line
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.communication.join_process_group import ProcessPlace, choose_device, join, leave, torchrun_place
 from nnscaler.runtime.nested_values import tensors_in
-from nnscaler.runtime.training.saving.atomic_checkpoint_folders import check_writable
+from nnscaler.runtime.training.saving.checkpoint import check_writable
 from nnscaler.training.build_from_settings import (
     Parts,
     flops_of_step,

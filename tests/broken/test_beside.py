@@ -15,7 +15,7 @@ from nnscaler.runtime.training import executor
 from nnscaler.runtime.training.gradients import accumulate_and_reduce as gradients
 from nnscaler.runtime.training.gradients import buckets
 from nnscaler.runtime.training.gradients import gradient_norm_and_clipping as clipping
-from nnscaler.runtime.training.saving import atomic_checkpoint_folders, rank_tensors_as_boxes
+from nnscaler.runtime.training.saving import checkpoint, rank_tensors_as_boxes
 from tests.broken import models
 from tests.broken.planting import Edit, Original, compile_original
 from verify.programs.checks.input_and_outcome import LOCALISED
@@ -130,10 +130,8 @@ def test_forward_only_forgets_a_micro_batch(monkeypatch: Patch, small_staged: Or
 
 
 def test_a_checkpoint_without_buffers(monkeypatch: Patch, normed: Original) -> None:
-    right = atomic_checkpoint_folders.stored_tensors
-    monkeypatch.setattr(
-        atomic_checkpoint_folders, "stored_tensors", lambda *a: [s for s in right(*a) if s.kind != "buffer"]
-    )
+    right = checkpoint.stored_tensors
+    monkeypatch.setattr(checkpoint, "stored_tensors", lambda *a: [s for s in right(*a) if s.kind != "buffer"])
     report = normed.verify(normed.folder)
     assert codes(report) == {"checkpoint_differs"} and failed(report) == {"save and load"}
     assert any("norm.running_mean" in finding.message for finding in report.findings)

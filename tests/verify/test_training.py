@@ -16,8 +16,8 @@ import nnscaler
 from nnscaler.codegen.compiled_program import Program
 from nnscaler.runtime import ExecutorSettings, ProgramError, RankExecutor, Simulator
 from nnscaler.runtime.program.program_directory import ProgramDirectory, read_program
-from nnscaler.runtime.training.saving import atomic_checkpoint_folders
-from nnscaler.runtime.training.saving.atomic_checkpoint_folders import load_checkpoint, save_checkpoint
+from nnscaler.runtime.training.saving import checkpoint
+from nnscaler.runtime.training.saving.checkpoint import load_checkpoint, save_checkpoint
 from nnscaler.runtime.training.saving.rank_tensors_as_boxes import StoredTensor, leads
 from nnscaler.tracing.float64_run import exact
 from tests.sampling import every
@@ -199,11 +199,9 @@ def test_checkpoints_that_are_not_whole(
     folder = tmp_path / "saved"
     on_ranks(saved, lambda executor: save_checkpoint(executor, folder))
     before = load_checkpoint(folder)
-    stored = atomic_checkpoint_folders.stored_tensors
+    stored = checkpoint.stored_tensors
     with monkeypatch.context() as patch:
-        patch.setattr(
-            atomic_checkpoint_folders, "stored_tensors", lambda *a: [replace(s, first=leads(s)) for s in stored(*a)]
-        )
+        patch.setattr(checkpoint, "stored_tensors", lambda *a: [replace(s, first=leads(s)) for s in stored(*a)])
         if any(s.first and not leads(s) for found in on_ranks(saved, stored_of) for s in found):
             with pytest.raises(ProgramError, match=r"were written by no rank|rank 0 failed"):
                 on_ranks(saved, lambda executor: save_checkpoint(executor, folder))
@@ -218,7 +216,7 @@ def test_checkpoints_that_are_not_whole(
 
 
 def stored_of(executor: RankExecutor) -> list[StoredTensor]:
-    return atomic_checkpoint_folders.stored_tensors(list(executor.stages.values()), executor.tied)
+    return checkpoint.stored_tensors(list(executor.stages.values()), executor.tied)
 
 
 def test_a_checkpoint_is_a_state_dict_of_the_model(

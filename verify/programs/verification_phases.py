@@ -24,7 +24,7 @@ from pathlib import Path
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.program.import_role_and_user_files import load_role
-from nnscaler.runtime.training.saving.atomic_checkpoint_folders import load_checkpoint
+from nnscaler.runtime.training.saving.checkpoint import load_checkpoint
 from nnscaler.transform.plan import Plan
 from verify.programs.assemble_report import keep_program, make_report
 from verify.programs.checks import resume, run_checks, steps_with_other_scale_or_labels, timed

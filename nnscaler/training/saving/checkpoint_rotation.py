@@ -7,7 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
-from nnscaler.runtime.training.saving.atomic_checkpoint_folders import OLD, SAVING, read_run, recover
+from nnscaler.runtime.training.saving.checkpoint import OLD, SAVING, read_run, recover
 from nnscaler.runtime.training.saving.dcp import METADATA, Folder
 
 _STEP = re.compile(r"step_(\d+)$")

@@ -31,7 +31,7 @@ from nnscaler.codegen.compiled_program import Origin
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.print_graph import print_graph
 from nnscaler.runtime.communication.communicator import Communicator
-from nnscaler.runtime.training.saving.atomic_checkpoint_folders import (
+from nnscaler.runtime.training.saving.checkpoint import (
     SAVING,
     CannotWrite,
     RunRecord,

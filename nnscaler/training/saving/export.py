@@ -23,7 +23,7 @@ from op_registry.call import dtype_name
 from nnscaler.atomic_writes import cannot_write, save_tensors
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.tensor_bits_and_differences import same_bits
-from nnscaler.runtime.training.saving.atomic_checkpoint_folders import MODEL, RunRecord, read_run
+from nnscaler.runtime.training.saving.checkpoint import MODEL, RunRecord, read_run
 from nnscaler.runtime.training.saving.dcp import METADATA, Folder, whole
 from nnscaler.training.saving.checkpoint_rotation import RunFolder
 from nnscaler.training.saving.optimizer_checkpoint_entries import CLASS

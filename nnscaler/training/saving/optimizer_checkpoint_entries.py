@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nnscaler.errors import NnscalerError
 from nnscaler.layout import is_cut
-from nnscaler.runtime.training.saving.atomic_checkpoint_folders import MODEL
+from nnscaler.runtime.training.saving.checkpoint import MODEL
 from nnscaler.runtime.training.saving.dcp import Folder, TensorShard, key_of, whole
 from nnscaler.runtime.training.saving.rank_tensors_as_boxes import StoredTensor, boxes_of, leads
 

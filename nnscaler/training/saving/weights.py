@@ -18,7 +18,7 @@ from torch import Tensor
 from nnscaler.errors import NnscalerError
 from nnscaler.exception_in_one_line import first_line
 from nnscaler.runtime.communication.communicator import CommunicationError, ProgramError
-from nnscaler.runtime.training.saving.atomic_checkpoint_folders import MODEL, CannotWrite, everywhere
+from nnscaler.runtime.training.saving.checkpoint import MODEL, CannotWrite, everywhere
 from nnscaler.runtime.training.saving.dcp import METADATA, Folder, TensorShard, key_of
 from nnscaler.runtime.training.saving.rank_tensors_as_boxes import Box, StoredTensor, boxes_of
 from nnscaler.training.engine import Engine

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nnscaler.cli.main import main
-from nnscaler.runtime.training.saving.atomic_checkpoint_folders import RunRecord, begin, publish, run_objects
+from nnscaler.runtime.training.saving.checkpoint import RunRecord, begin, publish, run_objects
 from nnscaler.runtime.training.saving.dcp import whole, write_part
 from nnscaler.training.saving.weights import INDEX
 

@@ -26,7 +26,7 @@ from nnscaler.runtime.program.program_directory import (
     rank_with_loss,
     read_program,
 )
-from nnscaler.runtime.training.saving.atomic_checkpoint_folders import load_checkpoint
+from nnscaler.runtime.training.saving.checkpoint import load_checkpoint
 from tests.sampling import every
 
 Write = Callable[[Path], tuple[dict[str, torch.Tensor], torch.Tensor]]

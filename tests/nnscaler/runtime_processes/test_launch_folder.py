@@ -17,7 +17,7 @@ from nnscaler.records_as_json import encode
 from nnscaler.runtime import launch
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.program.program_directory import describe_state
-from nnscaler.runtime.training.saving.atomic_checkpoint_folders import RunRecord, begin, publish, run_objects
+from nnscaler.runtime.training.saving.checkpoint import RunRecord, begin, publish, run_objects
 from nnscaler.runtime.training.saving.dcp import whole, write_part
 from tests.nnscaler.runtime_processes.test_launch import write_program_of_one_rank
 

@@ -20,7 +20,7 @@ from nnscaler.runtime.program.import_role_and_user_files import letting_go, load
 from nnscaler.runtime.tensor_bits_and_differences import kept
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.executor_settings import ExecutorSettings
-from nnscaler.runtime.training.saving.atomic_checkpoint_folders import load_checkpoint, save_checkpoint
+from nnscaler.runtime.training.saving.checkpoint import load_checkpoint, save_checkpoint
 from verify.evidence.oracle.size_checked_kernels import CheckedKernels
 
 # Observation parses the program's text, and Python 3.11's `ast` is not safe to use from several threads at once.

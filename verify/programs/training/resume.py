@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.tensor_bits_and_differences import same_bits
-from nnscaler.runtime.training.saving.atomic_checkpoint_folders import highest
+from nnscaler.runtime.training.saving.checkpoint import highest
 from nnscaler.training.engine import Engine
 from nnscaler.training.saving.checkpoints import Checkpoints
 from verify.programs.checks.input_and_outcome import CheckOutcome, Tally

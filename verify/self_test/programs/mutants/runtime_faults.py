@@ -18,7 +18,7 @@ from nnscaler.runtime.training.gradients import gradient_plan
 from nnscaler.runtime.training.gradients.accumulate_and_reduce import Gradients
 from nnscaler.runtime.training.gradients.buckets import SumBucket
 from nnscaler.runtime.training.gradients.gradient_plan import Holding, WantedGradient
-from nnscaler.runtime.training.saving import atomic_checkpoint_folders
+from nnscaler.runtime.training.saving import checkpoint
 from nnscaler.runtime.training.saving.rank_tensors_as_boxes import StoredTensor, stored_tensors
 
 Fault = Callable[[], AbstractContextManager[object]]
@@ -151,4 +151,4 @@ def names_of_stages() -> AbstractContextManager[object]:
             for entry in right([stage], tied)
         ]
 
-    return patch.object(atomic_checkpoint_folders, "stored_tensors", wrong)
+    return patch.object(checkpoint, "stored_tensors", wrong)
