@@ -1,4 +1,4 @@
-"""The user's model file, or module: `build_model()` (or another factory) and `sample_inputs()`.
+"""Load the user's model file, or module: `build_model()` (or another factory) and `sample_inputs()`.
 
 The user's code runs here, so its errors are reported as the user's: with the line of the file, without our frames.
 """

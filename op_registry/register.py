@@ -1,4 +1,4 @@
-"""`register_op`: a user's function as an operator of the compiler.
+"""Register a user's function as an operator of the compiler: `register_op`.
 
 Registered, a function is one node of a traced graph. Outside tracing it stays what it was: calling it runs the
 function (the compiled one if it was compiled). torch is imported at the first registration.

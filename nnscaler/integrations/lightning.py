@@ -1,4 +1,4 @@
-"""Lightning's Trainer over the engine: a strategy.
+"""A strategy of Lightning's Trainer, which trains with the engine.
 
     trainer = lightning.Trainer(devices=4, accelerator="cpu", strategy=NnscalerStrategy("dp=2,tp=2"))
     trainer.fit(module, loader)

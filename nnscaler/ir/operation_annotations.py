@@ -1,4 +1,4 @@
-"""Registry facts of each operation of a graph: its bound annotation and linear sets.
+"""The registry's facts of each operation of a graph: its bound annotation and linear sets.
 
 Repeated layers call the same operators with the same shapes: bindings are shared by call.
 """

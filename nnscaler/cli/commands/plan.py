@@ -1,4 +1,4 @@
-"""`nnscaler plan`: the best plan for a described cluster, with its certificate."""
+"""`nnscaler plan`: search the best plan for a described cluster, with its certificate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`nnscaler timeline`: when the ranks of a plan compute and communicate in one step, simulated or measured."""
+"""`nnscaler timeline`: show when the ranks of a plan compute and communicate in one step, simulated or measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`nnscaler verify-external`: does a parallel program that nnScaler did not write equal the plain model?"""
+"""`nnscaler verify-external`: verify that a parallel program that nnScaler did not write equals the plain model."""
 
 from __future__ import annotations
 
