@@ -33,7 +33,7 @@ from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.program.import_role_and_user_files import load_role
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.executor_settings import ExecutorSettings
-from nnscaler.training.recompilation import folder_of
+from nnscaler.training.programs_by_batch_size import folder_of
 
 PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense bfloat16, SXM
 CLOSE = 0.02  # losses of two ways to compute in bfloat16

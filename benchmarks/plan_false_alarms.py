@@ -23,8 +23,8 @@ import torch
 
 from nnscaler.compile import WantedPlan, compile_traced, parallelize
 from nnscaler.errors import NnscalerError
+from nnscaler.ir.mixed_precision_dtypes import FLOATS
 from nnscaler.ir.operation_annotations import signatures
-from nnscaler.ir.precision import FLOATS
 from nnscaler.runtime.program.import_role_and_user_files import load_user_module
 from nnscaler.tracing import trace
 from nnscaler.transform.plan import Plan

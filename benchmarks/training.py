@@ -27,7 +27,7 @@ from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.executor_settings import ExecutorSettings
 from nnscaler.training.engine import Engine
 from nnscaler.training.program_on_rank import EngineSettings
-from nnscaler.training.recompilation import folder_of
+from nnscaler.training.programs_by_batch_size import folder_of
 
 ROOT = Path(__file__).resolve().parents[1]
 GPT = import_user_file(ROOT / "examples" / "gpt.py")

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from nnscaler.codegen.compiled_program import Program
     from nnscaler.compile import parallelize
     from nnscaler.errors import NnscalerError
-    from nnscaler.ir.precision import Precision
+    from nnscaler.ir.mixed_precision_dtypes import Precision
     from nnscaler.planning.auto_plan_request import AutoPlan
     from nnscaler.training.engine import Engine, start
     from nnscaler.training.loss_scaler import LossScaler
@@ -49,7 +49,7 @@ _HOMES = {
     "LossScaler": "nnscaler.training.loss_scaler",
     "NnscalerError": "nnscaler.errors",
     "Plan": "nnscaler.transform.plan",
-    "Precision": "nnscaler.ir.precision",
+    "Precision": "nnscaler.ir.mixed_precision_dtypes",
     "Program": "nnscaler.codegen.compiled_program",
     "Trainer": "nnscaler.training.trainer",
     "export_weights": "nnscaler.training.saving.export",

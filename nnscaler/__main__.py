@@ -1,4 +1,5 @@
-"""`python -m nnscaler`. Prefer the `nnscaler` command: it does not put the current folder on the module path."""
+"""Run the command line as `python -m nnscaler`. Prefer the `nnscaler` command: it does not put the current folder on
+the module path."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Writing files for the user: whole or not at all, and an error that names the path and the cause.
+"""Write files and folders for the user atomically, whole or not at all, with errors that name the path and the cause.
 
 Whether a place can be written is found out before minutes of work, by writing to it on trial.
 """
@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nnscaler.error_text import system_error_behind
 from nnscaler.errors import NnscalerError
+from nnscaler.exception_in_one_line import system_error_behind
 from nnscaler.manifest import MANIFEST
 
 PROBE = 1 << 18  # bytes: more than most reports, so that a disk which is nearly full is found out

@@ -1,4 +1,4 @@
-"""Which gradients, or parameters, travel together: what the runtime does, and what plans and profiles count on.
+"""Group gradients, or parameters, into the buckets that travel together, as runtime, plans and profiles all count them.
 
 Gradients leave as backward makes them. The first bucket is small, so that links are in use early, and so is the last,
 which is left to send when backward has ended; between them, each message costs more than waiting for a larger one.

@@ -16,8 +16,8 @@ import torch
 from op_registry.registry import default_registry
 
 from nnscaler.codegen.compiled_program import Origin, Program
-from nnscaler.codegen.expressions_and_names import operator_files, operator_origins
 from nnscaler.codegen.generate import generate, manifest
+from nnscaler.codegen.python_text_of_calls import operator_files, operator_origins
 from nnscaler.communication.communicated_graph import CommunicatedGraph
 from nnscaler.communication.communication_volume import step_communication
 from nnscaler.communication.insert_conversions import materialise
@@ -28,8 +28,8 @@ from nnscaler.communication.stage_communication_calls import ranks_text
 from nnscaler.communication.stage_memory_and_work import stage_memory, stage_work
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph, Operation
+from nnscaler.ir.mixed_precision_dtypes import Precision, parse_precision
 from nnscaler.ir.operation_annotations import Signature, signatures
-from nnscaler.ir.precision import Precision, parse_precision
 from nnscaler.manifest import TimelineRows
 from nnscaler.planning.auto_plan_request import AutoPlan, Decided, parse_auto, search_plan, told
 from nnscaler.planning.named_policies import ReadyPlan, make_ready, parse_ready
@@ -44,7 +44,7 @@ from nnscaler.scheduling.schedule import Schedule, ScheduleKind
 from nnscaler.scheduling.timeline import PassCosts, simulate, timeline_rows
 from nnscaler.tracing import Traced, trace
 from nnscaler.tracing.models_with_added_loss import LossFunction, origin_of_loss
-from nnscaler.tracing.train_and_eval_modes import in_modes, modes_of
+from nnscaler.tracing.set_and_restore_modes import in_modes, modes_of
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.carry_plan_between_traces import carry
 from nnscaler.transform.complete_plan import largest_micro_batches

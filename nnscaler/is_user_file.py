@@ -1,4 +1,4 @@
-"""Whose a file of Python is: the user's, or ours, Python's or an installed package's.
+"""Say whose a file of Python is: the user's, or ours, Python's or an installed package's.
 
 It stands on the standard library alone: the runtime asks it, and commands before torch is there.
 """

@@ -1,4 +1,4 @@
-"""Device meshes, and how a logical tensor lies on one: per axis a pair (value, gradient), paired as <v, g>.
+"""Device meshes, and the layout of a logical tensor on one: per axis a pair (value, gradient), paired as <v, g>.
 
 Of plans, of the text of rank programs and of what runs them: standard library alone, as ranks import it.
 

@@ -1,4 +1,4 @@
-"""The user's model file, or module: `build_model()` (or another factory) and `sample_inputs()`.
+"""Load the user's model file, or module: `build_model()` (or another factory) and `sample_inputs()`.
 
 The user's code runs here, so its errors are reported as the user's: with the line of the file, without our frames.
 """
@@ -19,11 +19,11 @@ from textwrap import indent
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from nnscaler.error_text import in_one_line
 from nnscaler.errors import GUARD_MAIN, NnscalerError, SourceLocation, exit_call
+from nnscaler.exception_in_one_line import in_one_line
+from nnscaler.global_random_generators import seed_all
 from nnscaler.is_user_file import is_users
 from nnscaler.pyproject_settings import SEEDS
-from nnscaler.random_generators import seed_all
 
 # Targets on a command line and in settings: a file, or a module of a package, and a function in it.
 
@@ -48,7 +48,7 @@ def find_target(
     help_text = f"{example}, or package.module:function"
     if not _MODULE.fullmatch(name) or name.endswith(".py"):
         raise NnscalerError("no_such_file", f"there is no file {name!r}", help=help_text)
-    from nnscaler.runtime.program.imports_of_user_files import find_module  # it imports torch
+    from nnscaler.runtime.program.resolve_shadowed_user_imports import find_module  # it imports torch
 
     file, folders = find_module(name, start)
     if file is None:
@@ -220,7 +220,7 @@ def user_frame(error: BaseException, folder: Path | None = None) -> SourceLocati
 def import_user_file(path: Path) -> ModuleType:
     """Import the user's file. Raises NnscalerError `model_import_failed` with the user's own line."""
     from nnscaler.runtime.program.import_role_and_user_files import load_user_module
-    from nnscaler.runtime.program.imports_of_user_files import claim_surroundings
+    from nnscaler.runtime.program.resolve_shadowed_user_imports import claim_surroundings
 
     file = path.resolve()
     try:

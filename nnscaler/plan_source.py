@@ -1,4 +1,4 @@
-"""The plan that a request names: mesh axes, a saved plan, a policy function of the user's, or a search; and the
+"""Resolve the plan that a request names: mesh axes, a saved plan, a policy function of the user's, or a search; and the
 schedule that it names: a name, or a file with one."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.precision import Precision, parse_precision
+from nnscaler.ir.mixed_precision_dtypes import Precision, parse_precision
 from nnscaler.planning.auto_plan_request import AutoPlan, cluster_of, parse_auto
 from nnscaler.planning.named_policies import parse_ready
 from nnscaler.planning.parse_axes import parse_axes, parse_spec, ranks_in

@@ -1,4 +1,4 @@
-"""Settings of `[tool.nnscaler]` in the nearest pyproject.toml.
+"""Read the settings of `[tool.nnscaler]` in the nearest pyproject.toml.
 
 Takes a TOML file, gives checked values with the place of each. A key that is not known, and a value of another type,
 is an error with file, line and the nearest name: a setting that is silently ignored is worse than none.

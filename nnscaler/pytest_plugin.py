@@ -149,7 +149,7 @@ def _tool(kind: Callable[[str], BaseException] = pytest.fail.Exception) -> Any:
 
     Raises `kind` where `verify` is somebody else's.
     """
-    from nnscaler.cli.shadowed_packages import wrong_package
+    from nnscaler.cli.own_packages_shadowed import wrong_package
 
     problem = wrong_package()
     if problem is not None:

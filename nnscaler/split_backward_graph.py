@@ -1,4 +1,4 @@
-"""Which part of a backward its first half, I, runs, and which can wait for the second, W.
+"""Divide a backward into what its first half, I, runs, and what can wait for the second, W.
 
 The runtime asks it of the graph that autograd recorded, and the compiler of the statements of a program, so that what
 is predicted is what runs. It stands on the standard library alone.

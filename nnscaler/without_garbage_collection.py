@@ -1,4 +1,4 @@
-"""Switch off the search for garbage while very many objects are made that stay."""
+"""Switch off garbage collection while very many objects are made that stay."""
 
 from __future__ import annotations
 

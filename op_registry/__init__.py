@@ -8,7 +8,7 @@ from op_registry.annotation.parser import parse
 from op_registry.annotation.splits import Shard, shard_of, splittable
 from op_registry.annotation.syntax_tree import Annotation, print_annotation
 from op_registry.annotation.well_formed import check
-from op_registry.bind_annotation import bind_call, linear_sets, localise
+from op_registry.bind_and_localise_call import bind_call, linear_sets, localise
 from op_registry.call import AxisShard, Call, DType, TensorArgument
 from op_registry.errors import AnnotationError, NnscalerError
 from op_registry.rank_expression import Expression, block_start, by_index, index, local_size

@@ -1,4 +1,4 @@
-"""Torch schemas: that of a user's function, made from its types and defaults, and the facts that torch's own tell.
+"""Infer the torch schema of a user's function from its types and defaults, and read the facts that torch's own tell.
 `(Tensor x, Tensor w, SymInt h=8) -> Tensor`. A parameter without a type has the type of its default; else the
 annotation decides: the parameters that stand for operands are tensors, one named like an identifier is an integer.
 """

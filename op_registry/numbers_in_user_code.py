@@ -1,4 +1,4 @@
-"""The numbers that stand in somebody's code: sizes, steps and values beyond which it may do something else."""
+"""Find the numbers that stand in a user's code: sizes, steps and values beyond which it may do something else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`register_op`: a user's function as an operator of the compiler.
+"""Register a user's function as an operator of the compiler: `register_op`.
 
 Registered, a function is one node of a traced graph. Outside tracing it stays what it was: calling it runs the
 function (the compiled one if it was compiled). torch is imported at the first registration.
@@ -28,7 +28,7 @@ from op_registry.spec import AnnotationFunction, OperatorSpec, SchemaParameter
 if TYPE_CHECKING:
     import torch
 
-    from op_registry.torch_operators_of_user_functions import TorchOperators
+    from op_registry.define_user_functions_in_torch import TorchOperators
 
 Target = TypeVar("Target")
 Gradient = Literal["derivative", "custom"]
@@ -190,7 +190,7 @@ def _source_function(target: Any) -> Any:
 
 
 def _torch_operators(registry: Registry) -> TorchOperators:
-    from op_registry.torch_operators_of_user_functions import TorchOperators
+    from op_registry.define_user_functions_in_torch import TorchOperators
 
     if registry.torch_operators is None:
         registry.torch_operators = TorchOperators()

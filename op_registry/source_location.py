@@ -1,4 +1,4 @@
-"""A place in a user's file, and where a function or class is defined."""
+"""Places in a user's files: that of a function or class is where it is defined."""
 
 from __future__ import annotations
 

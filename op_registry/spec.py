@@ -1,4 +1,4 @@
-"""One record per operator: everything that the compiler and the checker know about it."""
+"""The record of one operator: everything that the compiler and the checker know about it."""
 
 from __future__ import annotations
 

@@ -19,10 +19,10 @@ from torch.utils import _pytree as pytree
 from op_registry.registry import Registry, default_registry
 from op_registry.spec import OperatorSpec
 
-from nnscaler.error_text import in_one_line
 from nnscaler.errors import AnnotationError
+from nnscaler.exception_in_one_line import in_one_line
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import RunPartial, Split
+from nnscaler.ir.operation_placement import RunPartial, Split
 from verify.evidence.inputs.concrete_call import ConcreteCall, make_call
 from verify.evidence.oracle.case_runner import OperatorRunner, WholeRaised
 from verify.evidence.oracle.enumerate_cases import leaders_of

@@ -24,7 +24,7 @@ from nnscaler.instructions import Instruction, Kind, waits_of
 from nnscaler.ir.derive_operand_layouts import explain_illegal_choices
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.operation_annotations import Signature, signatures
-from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
+from nnscaler.ir.operation_placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
 from nnscaler.planning.plan_from_axes import assign_steps, stages_of, step_of
 from nnscaler.scheduling.v_shaped import v_shape
 from nnscaler.tracing import trace

@@ -1,4 +1,4 @@
-"""The start and the end of a command's process.
+"""Run one command as the whole of a process, from its first import to its exit code: the console script's entry.
 
 Signals are handled before anything else is imported. A command that has no verdict yet ends with no exit code of user
 code's: 0 says that all was verified, and os._exit(0) in a model's file would say so without a report.

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nnscaler.cli.output.exit_codes import ExitCode
-from nnscaler.cli.shadowed_packages import wrong_package
+from nnscaler.cli.own_packages_shadowed import wrong_package
 from nnscaler.cli.signals import exit_code_of
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def build_parser(defaults: Mapping[str, object] | None = None) -> argparse.Argum
         profile,
         reproduce,
         schedule,
-        self_test,
+        self_test_by_planted_errors,
         timeline,
         train,
         verify_external,
@@ -128,7 +128,7 @@ def build_parser(defaults: Mapping[str, object] | None = None) -> argparse.Argum
         gate,
         explain_finding_code,
         reproduce,
-        self_test,
+        self_test_by_planted_errors,
         list_things,
     ):
         _add_command(commands, command)

@@ -1,4 +1,4 @@
-"""Verification inside a test: fail the test with the concise report, unless the verification passes."""
+"""Assertions of verification inside a test: fail with the concise report, unless the verification passes."""
 
 from __future__ import annotations
 

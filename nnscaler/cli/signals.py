@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a command in order: what it has made is removed, and what it has started ends.
+"""Handle Ctrl-C and SIGTERM so that a command ends in order: what it made is removed, and what it started ends.
 
 Both raise a KeyboardInterrupt in the main thread. A parent that ignores SIGINT, such as a shell that runs a script's
 background job, hands that on to its children; a command does not take that over. Imports only the standard library:

@@ -1,4 +1,4 @@
-"""A compiled program: role sources, manifest, plan, graph and state; and how it lies in a directory."""
+"""A compiled program as a record, and its directory: role sources, manifest, plan, graph and state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import nnscaler
 from nnscaler.atomic_writes import save_tensors, whole_folder
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.text import print_graph
+from nnscaler.ir.print_graph import print_graph
 from nnscaler.manifest import MANIFEST, PLAN, Manifest
 from nnscaler.transform.plan import Plan
 

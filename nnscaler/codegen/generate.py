@@ -1,4 +1,4 @@
-"""From a communicated graph and a schedule to the text of every role, and the manifest."""
+"""Generate the text of every role, and the manifest, from a communicated graph and a schedule."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 import nnscaler
 from nnscaler.codegen.compiled_program import sha256
-from nnscaler.codegen.expressions_and_names import Origin, written_origins
+from nnscaler.codegen.python_text_of_calls import Origin, written_origins
 from nnscaler.codegen.role_writer import write_role
 from nnscaler.communication.communicated_graph import CommunicatedGraph, StageProgram, chunk_of, writes
 from nnscaler.ir.graph import LOSS, Graph
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import Split
+from nnscaler.ir.operation_placement import Split
 from nnscaler.layout import Layout, format_layout
 from nnscaler.manifest import (
     FORMAT,

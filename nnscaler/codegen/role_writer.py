@@ -1,10 +1,11 @@
-"""A role: the ranks that run the same code. One Python file, a class per stage, and the order in which they run."""
+"""Write the Python file of one role, the ranks that run the same code: a class per stage, and the order of their
+passes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from nnscaler.codegen.expressions_and_names import is_builtin, user_name
+from nnscaler.codegen.python_text_of_calls import is_builtin, user_name
 from nnscaler.codegen.stage_writer import INDENT, StageWriter, indented, states_text
 from nnscaler.communication.communicated_graph import (
     CommunicatedGraph,
@@ -19,7 +20,7 @@ from nnscaler.communication.communicated_graph import (
 from nnscaler.communication.cross_mesh_resharding import in_micro_batch, transfer
 from nnscaler.ir.conversion_table_and_paths import shape_of_rank
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.placement import Stage
+from nnscaler.ir.operation_placement import Stage
 from nnscaler.layout import INVARIANT
 
 IMPORTS = """\

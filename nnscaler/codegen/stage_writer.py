@@ -1,4 +1,4 @@
-"""One stage of a rank program as a Python class: a line of the model is a line of the program."""
+"""Write one stage of a rank program as a Python class: a line of the model is a line of the program."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cached_property
 
 from op_registry.registry import facts_of
 
-from nnscaler.codegen.expressions_and_names import (
+from nnscaler.codegen.python_text_of_calls import (
     arguments,
     conversion_text,
     function_text,
@@ -32,9 +32,9 @@ from nnscaler.communication.communicated_graph import (
     writes,
 )
 from nnscaler.ir.graph import Graph, Operation, Region
-from nnscaler.ir.placement import Chunk, Stage
+from nnscaler.ir.operation_placement import Chunk, Stage
 from nnscaler.layout import MICRO, Invariant, Layout, Replicated
-from nnscaler.transform.hoist_batch_values import SUFFIX
+from nnscaler.transform.hoist_out_of_micro_batches import SUFFIX
 
 # The comments that say where in the model one is: its layers, and its lines.
 

@@ -1,5 +1,5 @@
-"""The calls that bring parameters from where they rest to their leaves, and gradients back, in the buckets that
-`nnscaler.runtime.training.parameters_at_rest` and `.gradients` make.
+"""List the bucketed calls that gather parameters from where they rest to their leaves and take gradients back, in the
+buckets that `nnscaler.runtime.training.zero_1_2_and_master_weights` and `.gradients` make.
 
 A test holds them together.
 """
@@ -26,7 +26,7 @@ from nnscaler.communication.stage_communication_calls import (
 from nnscaler.communication_buckets import gathered_together, in_buckets
 from nnscaler.errors import few
 from nnscaler.ir.graph import element_bytes
-from nnscaler.ir.placement import Stage
+from nnscaler.ir.operation_placement import Stage
 from nnscaler.layout import Layout, is_uneven, local_shape
 
 _DIRECTIONS = {"gather": "parameter", "B": "gradient", "gradient": "gradient"}

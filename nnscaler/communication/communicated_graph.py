@@ -6,15 +6,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
-from op_registry.bind_annotation import linear_sets
+from op_registry.bind_and_localise_call import linear_sets
 from op_registry.call import Call
 from op_registry.registry import default_registry
 
-from nnscaler.ir import gradient_flow
+from nnscaler.ir import gradients_and_kept_values
 from nnscaler.ir.conversion_table_and_paths import ConversionStep
-from nnscaler.ir.gradient_flow import kept_slots, reads_alone
+from nnscaler.ir.gradients_and_kept_values import kept_slots, reads_alone
 from nnscaler.ir.graph import Graph, Operation, as_call
-from nnscaler.ir.placement import Chunk, PartitionedGraph, Placement, Stage
+from nnscaler.ir.operation_placement import Chunk, PartitionedGraph, Placement, Stage
 from nnscaler.ir.ring_rotation_calls import Circulates
 from nnscaler.layout import Layout, Sharded
 
@@ -253,7 +253,7 @@ def differentiated(graph: Graph, program: StageProgram) -> frozenset[str]:
         return [v.variable for v in versions if graph.tensors[v.tensor].needs_grad]
 
     lines = [(needing(writes(statement)), needing(reads(statement))) for statement in program.forward]
-    return gradient_flow.differentiated(lines, roots)
+    return gradients_and_kept_values.differentiated(lines, roots)
 
 
 def with_gradients(graph: Graph, programs: Sequence[StageProgram]) -> tuple[StageProgram, ...]:

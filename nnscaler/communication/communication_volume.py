@@ -1,4 +1,4 @@
-"""The communication profile: the bytes that every rank sends in one step, in classes of equal calls.
+"""Count the bytes that every rank sends in one step, in classes of equal calls: the communication profile.
 
 It is computed from the communicated graph and the schedule, without running anything, and a test counts the calls that
 programs make on the simulator: kinds, groups, bytes and times are theirs.

@@ -1,4 +1,4 @@
-"""Region algebra: who sends what when a tensor moves between meshes of different shape or rank count.
+"""Plan who sends which block to whom when a tensor moves between meshes of different shape or rank count.
 
 A rank's shard of a dim is a union of runs of logical indices; its local coordinate counts along those runs. The part
 that two ranks share is the intersection of their runs, per dim, in both local coordinates. Layouts hold `Invariant`
@@ -16,7 +16,7 @@ from itertools import product
 from math import prod
 
 from nnscaler.ir.conversion_table_and_paths import explain_illegal
-from nnscaler.ir.placement import Stage
+from nnscaler.ir.operation_placement import Stage
 from nnscaler.layout import DeviceMesh, Invariant, Layout, Sharded
 
 Slice = tuple[int, int, int]  # start, stop, step

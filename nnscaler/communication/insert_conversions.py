@@ -1,4 +1,4 @@
-"""From a partitioned graph to a communicated one: the layouts that meet and disagree get their conversions.
+"""Insert conversions into a partitioned graph where the layouts of a producer and a consumer disagree.
 
 Operations are walked in order. A layout that is needed and does not exist is reached from the cheapest version that
 does, and every intermediate layout is a version that others may start from: conversions form a tree, so that three
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from math import prod
 
-from op_registry.bind_annotation import localise
+from op_registry.bind_and_localise_call import localise
 from op_registry.call import Call
 
 from nnscaler.communication.communicated_graph import (
@@ -34,7 +34,7 @@ from nnscaler.ir.conversion_table_and_paths import ConversionStep, shape_of_rank
 from nnscaler.ir.derive_operand_layouts import input_layouts, output_layouts, shards_of
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import Choice, Chunk, PartitionedGraph, Split, Stage
+from nnscaler.ir.operation_placement import Choice, Chunk, PartitionedGraph, Split, Stage
 from nnscaler.ir.ring_rotation_calls import ROTATE, Direction, circulation, rotations
 from nnscaler.layout import INVARIANT, REPLICATED, Layout, Partial, Sharded, local_shape, rows_of, with_state
 

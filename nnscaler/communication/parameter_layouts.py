@@ -1,4 +1,4 @@
-"""How parameters lie at rest, and which of their gradient reductions are deferred.
+"""Choose the layouts of parameters at rest, and which of their gradient reductions are deferred.
 
 A stored tensor has three layouts: at rest (what optimizer and checkpoint see; `Invariant` or `Sharded` per axis), leaf
 (at rest, with `Replicated` where some use wants a deferred reduction), and one per use. The layout at rest is chosen
@@ -32,7 +32,7 @@ from nnscaler.ir.conversion_table_and_paths import find_path
 from nnscaler.ir.derive_operand_layouts import input_layouts
 from nnscaler.ir.graph import Graph, LogicalTensor, element_bytes, gradient_dtype
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import PartitionedGraph, Stage
+from nnscaler.ir.operation_placement import PartitionedGraph, Stage
 from nnscaler.layout import (
     IN_STEP,
     INVARIANT,

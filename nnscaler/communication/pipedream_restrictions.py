@@ -1,4 +1,5 @@
-"""Check that a program may run as a stream: stages update their parameters while other batches are on the way.
+"""Check that a program may run as a stream (PipeDream): stages update their parameters while other batches are on the
+way.
 
 What a step does once, before its first forward or after its last backward, a stream has no moment for.
 """

@@ -1,4 +1,4 @@
-"""Outputs that are computed again, so that stages of equal work keep no more than stages of whole layers.
+"""Recompute cheap outputs in backward, so that stages of equal work keep no more than stages of whole layers.
 
 A cut within a layer evens out the work of stages, and leaves more with the first one, which holds most micro-batches.
 A schedule that holds W back, for less idle time, is held to the memory of 1F1B, where cheap outputs reach that.

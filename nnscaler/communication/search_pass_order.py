@@ -1,4 +1,4 @@
-"""The order of passes that is searched for the stages of a program, with what is proved of it.
+"""Search the order of passes for the stages of a program, and say what is proved of it.
 
 The problem has the stages' own work, activation bytes, messages and missing backward passes. Backward is searched whole
 and in its halves, and taken in halves only where that is shorter.

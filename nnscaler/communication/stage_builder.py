@@ -1,4 +1,4 @@
-"""One stage of a program under construction: the versions of its tensors, and the statements that make them."""
+"""Build one stage of a program: the versions of its tensors, and the statements that make them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from nnscaler.communication.communicated_graph import Convert, Feed, StageMessag
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.conversion_table_and_paths import ConversionStep, find_path
 from nnscaler.ir.graph import Graph, is_free_name
-from nnscaler.ir.placement import Chunk, Stage
+from nnscaler.ir.operation_placement import Chunk, Stage
 from nnscaler.layout import INVARIANT, Layout, Sharded, format_layout
 
 Scope = bool | Chunk  # `prepare` (True), `forward` (False), or a piece of a region

@@ -1,5 +1,5 @@
-"""The calls of a stage: conversions forward and backward, rotations inside of operators, messages to other stages, the
-sum of the loss."""
+"""List the communication calls of a stage: conversions forward and backward, rotations inside of operators, messages to
+other stages, the sum of the loss."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from nnscaler.communication.communicated_graph import (
 )
 from nnscaler.communication.cross_mesh_resharding import BlockMessage, in_micro_batch, transfer
 from nnscaler.communication.parameter_layouts import gathered_again
-from nnscaler.communication.zero_bubble_split import statement_halves
+from nnscaler.communication.statements_of_backward_halves import statement_halves
 from nnscaler.ir.graph import Graph, Operation, element_bytes
-from nnscaler.ir.placement import Stage
+from nnscaler.ir.operation_placement import Stage
 from nnscaler.ir.ring_rotation_calls import ROTATE, Direction, rotations
 from nnscaler.layout import SLICE, DeviceMesh, Layout, Partial, is_uneven, local_shape
 

@@ -1,4 +1,4 @@
-"""Memory and work of every stage, by a model: estimates for a report, not measurements.
+"""Estimate the memory and work of every stage by a model, for a report: these are no measurements.
 
 Memory, of one rank (of the one with the largest shards), in bytes, at the moment of the step when most is held:
 
@@ -51,10 +51,10 @@ from nnscaler.communication.communicated_graph import (
 )
 from nnscaler.communication.parameter_layouts import let_go
 from nnscaler.communication.stage_communication_calls import ranks_text
-from nnscaler.communication.zero_bubble_split import BOTH, statement_halves
+from nnscaler.communication.statements_of_backward_halves import BOTH, statement_halves
 from nnscaler.ir.graph import Graph, element_bytes, gradient_dtype
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import Split
+from nnscaler.ir.operation_placement import Split
 from nnscaler.layout import SLICE, Layout, Prefix, is_owned, local_shape
 from nnscaler.manifest import StageMemory
 from nnscaler.planning.sharding.parameter_and_activation_memory import (

@@ -1,4 +1,4 @@
-"""Lightning's Trainer over the engine: a strategy.
+"""A strategy of Lightning's Trainer, which trains with the engine.
 
     trainer = lightning.Trainer(devices=4, accelerator="cpu", strategy=NnscalerStrategy("dp=2,tp=2"))
     trainer.fit(module, loader)
@@ -49,7 +49,7 @@ from nnscaler.runtime.training.saving.dcp import Folder
 from nnscaler.tracing.sample_inputs import flatten_inputs
 from nnscaler.training.compile_on_first_rank import compile_once
 from nnscaler.training.engine import Engine, start
-from nnscaler.training.recompilation import SizeClass
+from nnscaler.training.programs_by_batch_size import SizeClass
 from nnscaler.training.saving.checkpoint_rotation import RunFolder
 from nnscaler.training.saving.checkpoints import Checkpoints
 from nnscaler.training.saving.weights import as_user_error

@@ -1,4 +1,4 @@
-"""The steps of a LightningModule as a model that can be compiled: what it logs becomes results beside the loss."""
+"""Make the steps of a LightningModule a model that can be compiled: what it logs becomes results beside the loss."""
 
 from __future__ import annotations
 

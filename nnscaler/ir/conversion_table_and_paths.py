@@ -1,4 +1,4 @@
-r"""The conversion table: from one layout state to another on one mesh axis, forward and backward.
+r"""The conversion table, from one layout state to another on a mesh axis, and the cheapest paths through it.
 
 | from \ to  | Invariant          | Replicated                | Sharded(e)              | Partial                 |
 |------------|--------------------|---------------------------|-------------------------|-------------------------|

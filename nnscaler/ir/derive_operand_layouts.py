@@ -1,4 +1,4 @@
-"""From a choice on an axis to the layout of every operand, and back. Derived from annotations, never written by hand.
+"""Derive the layout of every operand from an operation's choice on an axis, and the choice back, by its annotation.
 
 Under `Split(identifier, outer)` an operand that has the identifier is sharded; an input that lacks it is
 `Replicated` (its gradient is a partial sum), or `Partial` when it enters additively; an output that lacks it is a
@@ -6,6 +6,8 @@ Under `Split(identifier, outer)` an operand that has the identifier is sharded; 
 
 Where the split has a `circulating` identifier, an input that lacks the first and has this one is sharded along it, and
 so is its gradient: the operator passes such shards around the axis and adds to their gradients on the way.
+
+No operator has layouts that are written by hand.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from op_registry.call import AxisShard
 from nnscaler.ir.conversion_table_and_paths import explain_illegal
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
+from nnscaler.ir.operation_placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
 from nnscaler.layout import INVARIANT, PARTIAL, REPLICATED, Layout, Partial, Prefix, Sharded, State, without_gradient
 
 

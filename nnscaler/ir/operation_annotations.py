@@ -1,4 +1,4 @@
-"""Registry facts of each operation of a graph: its bound annotation and linear sets.
+"""The registry's facts of each operation of a graph: its bound annotation and linear sets.
 
 Repeated layers call the same operators with the same shapes: bindings are shared by call.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 from op_registry.annotation.bind_sizes import BoundAnnotation
 from op_registry.annotation.syntax_tree import UNSPLIT
-from op_registry.bind_annotation import bind_call, linear_sets
+from op_registry.bind_and_localise_call import bind_call, linear_sets
 from op_registry.call import Call
 from op_registry.registry import Registry, default_registry
 from op_registry.spec import OperatorSpec

@@ -12,7 +12,7 @@ from typing import Literal
 from nnscaler.ir.derive_operand_layouts import circulating_slots
 from nnscaler.ir.graph import LogicalTensor, gradient_dtype
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import Choice
+from nnscaler.ir.operation_placement import Choice
 from nnscaler.layout import INVARIANT, Layout, with_state
 
 ROTATE = "rotate"  # the kind of these calls

@@ -1,4 +1,4 @@
-"""Events in the trace event format of Chrome, which Perfetto (ui.perfetto.dev) opens.
+"""Write events in the trace event format of Chrome, which Perfetto (ui.perfetto.dev) opens.
 
 A process is a pipeline device. Its threads are the lanes: of the device, or of each rank where it was measured; calls
 that overlap in one lane get threads of their own, since slices of a thread must nest. An arrow leads from where a

@@ -1,4 +1,4 @@
-"""Time whole steps: how ranks that share cores crowd each other, and what a step takes beside its operators.
+"""Measure what a step takes beside its operators, and how ranks that share cores crowd each other, by timing steps.
 
 The steps are those of the model on one rank, which tell what a statement takes, and some between ranks, each of which
 shows one overhead: the one with which its predicted time is the measured one.

@@ -1,4 +1,5 @@
-"""The events of a step that ran: what ranks recorded, each call with the cause that its plan has for it."""
+"""Make the events of a step that ran from what its ranks recorded, each call with the cause that its plan has for
+it."""
 
 from __future__ import annotations
 

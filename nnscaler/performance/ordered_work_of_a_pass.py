@@ -1,4 +1,4 @@
-"""What a device does in a pass, piece by piece, with the calls of the communication profile that each piece makes.
+"""List what a device does in a pass in order, in pieces, with the calls of the communication profile that each makes.
 
 Lines follow each other as the program has them; in backward the other way round, as autograd runs them: by the number
 of a node, the last one first, and a node has a larger number than those that it leads to. What is computed again comes

@@ -19,7 +19,7 @@ from nnscaler.communication.stage_memory_and_work import stage_work
 from nnscaler.instructions import Instruction, StageEdge
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import Stage
+from nnscaler.ir.operation_placement import Stage
 from nnscaler.performance.stage_prices import (
     PricedCall,
     StagePrices,

@@ -1,4 +1,4 @@
-"""The events of a step by a cost model: every call of the communication profile, in the pass that makes it.
+"""Predict the events of a step by a cost model: every call of the communication profile, in the pass that makes it.
 
 What communicates is what `communication.communication_volume` has; how long a pass and its lines take, and when a pass
 runs, is what `predict` says. A message is received at the beginning of a pass, for as long as it travels; its sender

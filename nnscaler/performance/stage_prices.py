@@ -1,4 +1,4 @@
-"""Seconds of what the stages of a program do, statement by statement, by a cost model; and of the calls of a step
+"""Price what the stages of a program do in seconds, statement by statement, by a cost model; and the calls of a step
 outside of its passes' lines: of parameters at rest, and of the loss."""
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from nnscaler.communication.communicated_graph import (
 )
 from nnscaler.communication.parameter_layouts import RestPhase, gathered_again, moves_of, parameter_gathers, rest_moves
 from nnscaler.communication.stage_communication_calls import CallSite, Part, loss_calls
-from nnscaler.communication.zero_bubble_split import StatementHalves, statement_halves
+from nnscaler.communication.statements_of_backward_halves import StatementHalves, statement_halves
 from nnscaler.communication_buckets import AHEAD_BYTES, BATCHES, SHARED_BYTES, gathered_ahead
 from nnscaler.ir.conversion_table_and_paths import ConversionRow
 from nnscaler.ir.graph import Graph, element_bytes, gradient_dtype
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import Stage
+from nnscaler.ir.operation_placement import Stage
 from nnscaler.ir.ring_rotation_calls import Direction, as_computed, rotations
 from nnscaler.layout import full_along, local_shape
 from nnscaler.planning.cost.collectives import bucket_seconds

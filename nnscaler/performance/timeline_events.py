@@ -1,4 +1,4 @@
-"""Events: what each device or rank of a program does in one step, and when. Simulated and measured ones are alike.
+"""The events of a timeline: what each device or rank does in one step, and when, simulated and measured alike.
 
 It stands on the standard library alone: ranks record events, and pages and files are made of them.
 """

@@ -1,4 +1,4 @@
-"""The plan that is searched for where none is named: for which machine, within which limits."""
+"""The request for a searched plan, where none is named: for which machine, and within which limits."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The cheapest choices of all operations on one axis, by a dynamic program over operations in topological order, cut to
-a beam.
+"""Search the cheapest choices of all operations on one axis, by a dynamic program in topological order, cut to a beam.
 
 Its state is the set of layouts in which each live tensor exists, so that conversions which several consumers share are
 paid once. A state from which another one is reached at less than the difference in cost dominates it, and of what is
@@ -27,7 +26,7 @@ from nnscaler.ir.conversion_table_and_paths import find_path
 from nnscaler.ir.derive_operand_layouts import input_states, output_states
 from nnscaler.ir.graph import Graph, LogicalTensor, Operation
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import Choice, RunPartial, Split
+from nnscaler.ir.operation_placement import Choice, RunPartial, Split
 from nnscaler.layout import INVARIANT, Replicated, Sharded, State
 
 BEAM = 48

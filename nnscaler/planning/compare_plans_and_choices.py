@@ -1,4 +1,4 @@
-"""Compare two plans of one graph operation by operation."""
+"""Compare two plans of one graph operation by operation, and the choice of an operation with its alternatives."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from nnscaler.ir.graph import Operation
-from nnscaler.ir.placement import PartitionedGraph, Rest, RunPartial, Split
+from nnscaler.ir.operation_placement import PartitionedGraph, Rest, RunPartial, Split
 from nnscaler.layout import MICRO
 from nnscaler.planning.planner.find_plan import Found
 from nnscaler.planning.sharding.build_problem import pose

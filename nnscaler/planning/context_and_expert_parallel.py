@@ -1,4 +1,5 @@
-"""Context parallelism: the tokens are split over an axis, and attention passes its keys and values around.
+"""Context and expert parallelism: tokens or experts are split over an axis. In the first, attention passes its keys and
+values around.
 
 The dim of the inputs that holds tokens is the one that reaches the rows of an attention through the annotations. All
 else follows from it, as data parallelism follows from the batch dim. Where the order of tokens matters (a causal mask),
@@ -18,7 +19,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.derive_operand_layouts import around_axis, explain_illegal_choice, input_states, is_legal
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import Choice, Split
+from nnscaler.ir.operation_placement import Choice, Split
 from nnscaler.layout import SLICE, Sharded, State
 from nnscaler.transform.complete_plan import follow_batch
 from nnscaler.transform.plan import DP, EP, Axes, Plan, SplitStep

@@ -1,4 +1,4 @@
-"""Ready policies: the plans that nnScaler's paper (Lin et al., OSDI 2024) compares, by name.
+"""Named policies: the ready plans that nnScaler's paper (Lin et al., OSDI 2024) compares, by name.
 
 `megatron`, or `megatron:dp=2,tp=2,pp=2`. Each says what it does with a graph; its axes say on how many ranks.
 """
@@ -14,7 +14,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.derive_operand_layouts import explain_illegal_choices
 from nnscaler.ir.graph import Graph, Operation, element_bytes
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import Choice, Chunk, RunInvariant, RunPartial, Split
+from nnscaler.ir.operation_placement import Choice, Chunk, RunInvariant, RunPartial, Split
 from nnscaler.planning.beam_search_axis_choices import cheapest_choices
 from nnscaler.planning.constraints import Constraint, all_of, megatron, sequence_parallel
 from nnscaler.planning.constraints import replicate as kept_whole

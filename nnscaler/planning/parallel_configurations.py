@@ -1,5 +1,5 @@
-"""The configurations that are compared: how ranks are divided among data, tensor and pipeline parallelism, in how many
-micro-batches a batch goes through, whether layers are recomputed, and how parameters rest."""
+"""Enumerate the parallel configurations that are compared: how ranks are divided among data, tensor and pipeline
+parallelism, in how many micro-batches a batch goes through, whether layers are recomputed, and how parameters rest."""
 
 from __future__ import annotations
 

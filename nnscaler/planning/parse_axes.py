@@ -1,4 +1,4 @@
-"""A plan that is written as a specification, `dp=2,tp=2,pp=2,zero=3`: its words, and what they say."""
+"""Parse a plan that is written as axes, `dp=2,tp=2,pp=2,zero=3`: its words, and what they say."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Make a plan from a short specification: `dp=2,tp=2,pp=2`."""
+"""Make a plan from its axes: `dp=2,tp=2,pp=2`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.derive_operand_layouts import explain_illegal_choices
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, Split
+from nnscaler.ir.operation_placement import Choice, RunInvariant, RunPartial, Split
 from nnscaler.layout import Sharded
 from nnscaler.planning.beam_search_axis_choices import cheapest_choices
 from nnscaler.planning.constraints.interlaced import interlaced_stages, of_layers, shared_ends

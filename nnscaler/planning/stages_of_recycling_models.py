@@ -1,4 +1,4 @@
-"""Models that run their layers several times, the last time alone with a gradient (recycling), and their stages.
+"""Make the stages of models that run their layers several times, the last time alone with a gradient (recycling).
 
 Part p of the layers runs on pipeline device p in every run: stage `run * devices + p`. So each parameter lies on one
 device, and what a run hands to the next one goes from the last device to the first.
@@ -12,7 +12,7 @@ from itertools import pairwise
 from types import MappingProxyType
 
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.gradient_flow import records
+from nnscaler.ir.gradients_and_kept_values import records
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.transform.balanced_cuts_at_module_borders import balanced_cuts

@@ -19,7 +19,7 @@ from nnscaler.runtime.stage_base_class import (
     Send,
     Stage,
 )
-from nnscaler.runtime.training.autocast import dtypes
+from nnscaler.runtime.training.autocast_on_any_device import dtypes
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.executor_settings import ExecutorSettings
 

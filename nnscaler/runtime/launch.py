@@ -32,7 +32,7 @@ from nnscaler.runtime.program.program_directory import (
     rank_with_loss,
     read_program,
 )
-from nnscaler.runtime.tensor_values import is_whole
+from nnscaler.runtime.tensor_bits_and_differences import is_whole
 from nnscaler.runtime.training.cut_batch import Batch
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.executor_settings import ExecutorSettings

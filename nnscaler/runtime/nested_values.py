@@ -1,4 +1,4 @@
-"""Nested values of a user's: batches, samples, and what models return.
+"""Walk and map nested values of a user's: batches, samples, and what models return.
 
 A container is a mapping, a named tuple, a tuple or list, or a dataclass, whoever defined it: torch's own pytrees take a
 mapping of a library and a dataclass for leaves, and miss the tensors and numbers in them.

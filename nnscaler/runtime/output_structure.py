@@ -1,4 +1,5 @@
-"""How a model returns its tensors: nested tuples, dicts and dataclasses as one line of JSON, and back.
+"""Describe how a model returns its tensors, in nested tuples, dicts and dataclasses, as one line of JSON, and rebuild
+it.
 
     {"class": "transformers.modeling_outputs:CausalLMOutputWithPast", "items": [["loss", {"tensor": "loss"}],
      ["logits", {"tensor": "logits"}]]}
@@ -21,7 +22,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nnscaler.runtime.program.imports_of_user_files import is_private
+from nnscaler.runtime.program.resolve_shadowed_user_imports import is_private
 from nnscaler.runtime.stage_base_class import LOSS
 
 _CACHES = "transformers.cache_utils"  # of keys and values, to generate from: no result that somebody waits for

@@ -1,4 +1,4 @@
-"""Pieces of a logical tensor: the shard of a rank, and the logical tensor assembled from the pieces of all ranks.
+"""Cut the shard of a rank from a logical tensor, and assemble the logical tensor from the pieces of all ranks.
 
 One mechanism for every layout: the logical indices that a rank holds along one dim, cut by one axis after the other
 (`cut`), from the outermost inwards.
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nnscaler.layout import Partial, Prefix, Sharded, States
 from nnscaler.runtime.cut_tensors import join_pieces, nested, piece_of
-from nnscaler.runtime.tensor_values import distance_of_copies, same_bits
+from nnscaler.runtime.tensor_bits_and_differences import distance_of_copies, same_bits
 
 Coordinates = Mapping[str, int]
 Sizes = Mapping[str, int]

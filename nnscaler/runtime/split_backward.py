@@ -1,5 +1,5 @@
-"""The backward of a micro-batch in two halves: `I`, the gradients of what the stage received, and later `W`, those of
-its parameters (Qi et al., Zero Bubble Pipeline Parallelism, 2023).
+"""Run the backward of a micro-batch in two halves: `I`, the gradients of what the stage received, and later `W`, those
+of its parameters (Qi et al., Zero Bubble Pipeline Parallelism, 2023).
 
 `nnscaler.split_backward_graph` says which part of the autograd graph each half runs. I runs the trunk, each node for
 its gradients along the trunk alone, and keeps what arrives at the starts. W runs each start once more, for the

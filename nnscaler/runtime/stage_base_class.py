@@ -1,4 +1,4 @@
-"""The parts of a generated role module: the declarations of its stages, and the base class of the stages.
+"""The base class of the stages of a generated role module, and the declarations that it reads.
 
 A role module defines `STAGES`, `RANKS` and `SCHEDULE`; a stage declares where its tensors come from and go to, and
 `forward` computes one micro-batch. Shapes of stored tensors are logical; those of messages are local.

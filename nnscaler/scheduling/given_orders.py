@@ -1,4 +1,4 @@
-"""Schedules that are given: orders as text or as instructions, with the places in them for what is wrong."""
+"""Read schedules whose orders are given, as text or as instructions, with the places in them for what is wrong."""
 
 from __future__ import annotations
 

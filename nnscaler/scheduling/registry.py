@@ -1,4 +1,4 @@
-"""The schedules that can be asked for by name, and the schedule of a plan."""
+"""The registry of the schedules that can be asked for by name, and the schedule of a plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Event simulation of a schedule: when each instruction runs, the bubble, and the live micro-batches."""
+"""Simulate a schedule by events: when each instruction runs, the bubble, and the live micro-batches."""
 
 from __future__ import annotations
 

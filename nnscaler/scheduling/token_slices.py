@@ -1,4 +1,4 @@
-"""Slices of tokens in time, under every schedule of whole backward passes: TeraPipe (Li et al., 2021).
+"""Schedule slices of tokens in time, under every schedule of whole backward passes: TeraPipe (Li et al., 2021).
 
 A micro-batch runs slice by slice, so that the next stage starts when the first slice is there, and not the whole
 micro-batch: filling and draining a pipeline take slices. Slices run forward in order and backward in reverse order. How

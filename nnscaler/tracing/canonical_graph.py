@@ -1,4 +1,4 @@
-"""One way to write an imported graph: without unused operations, and with names counted in order.
+"""Bring an imported graph into one canonical form: without unused operations, and with names counted in order.
 
 Export takes numbers for operations that it drops again, so its names depend on what it looked at on the way.
 """

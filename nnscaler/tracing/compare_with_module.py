@@ -1,4 +1,4 @@
-"""A traced graph must do what the module does: results, gradients and buffers on the sample batch, against eager."""
+"""Compare a traced graph with its module: results, gradients and buffers on the sample batch, against eager."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from op_registry.registry import facts_of
 from op_registry.source_location import SourceLocation
 
 from nnscaler.errors import NnscalerError, few
+from nnscaler.global_random_generators import python_states, set_states
 from nnscaler.ir.graph import LOSS, Graph
-from nnscaler.random_generators import python_states, set_states
-from nnscaler.runtime.tensor_values import FAMILY_SHARE, FILL, FLOAT64_BOUND, difference, family_scale
-from nnscaler.runtime.training.autocast import AskedDtypes
+from nnscaler.runtime.tensor_bits_and_differences import FAMILY_SHARE, FILL, FLOAT64_BOUND, difference, family_scale
+from nnscaler.runtime.training.autocast_on_any_device import AskedDtypes
 from nnscaler.tracing.export.loss_module import results_of
 from nnscaler.tracing.export.module_copies import copied
 from nnscaler.tracing.export.mutated_attributes_and_draws import (

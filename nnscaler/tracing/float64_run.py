@@ -1,4 +1,4 @@
-"""The exact run: a model in float64 throughout, also where its code asks for another floating dtype.
+"""Run a model in float64 throughout, also where its code asks for another floating dtype: the exact run.
 
 In float64 the rounding of two ways to compute one thing is some 1e-15, so that any real difference stands out. Random
 numbers are those of a program (`eager_with_program_draws`); without one, nothing is dropped.
@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 from nnscaler.runtime.ops.embedding_and_batch_norm import grouped_mm
-from nnscaler.runtime.training.autocast import autocast_on
+from nnscaler.runtime.training.autocast_on_any_device import autocast_on
 from nnscaler.tracing.export.module_copies import hidden_modules
 from nnscaler.tracing.passes.lower_random_draws import DRAWING, FixedDraws
 

@@ -1,4 +1,4 @@
-"""Building blocks of passes: raw graphs, operations written with tensor names, and the shapes of their results."""
+"""Build graphs in passes: raw graphs, operations written with tensor names, and the shapes of their results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Join a model that returns no loss with a loss function of its outputs and the batch."""
+"""Add a loss to a model that returns none: a function of its outputs and the batch."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from op_registry.registry import default_registry, facts_of
 
 from nnscaler.ir.graph import Graph, Operation, Slot
 from nnscaler.runtime import ops
-from nnscaler.runtime.training.autocast import AskedDtypes, autocast_on
+from nnscaler.runtime.training.autocast_on_any_device import AskedDtypes, autocast_on
 from nnscaler.tracing.float64_run import exact_dtype, exact_tensor
 from nnscaler.tracing.graph_builder import dtype_of, torch_operator
 from nnscaler.tracing.passes.lower_random_draws import undrawable

@@ -1,4 +1,4 @@
-"""The sample batch: nested inputs flattened into named tensors, and rebuilt around other tensors."""
+"""Flatten the nested inputs of a sample batch into named tensors, and rebuild them around other tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`as_strided` as views that do not depend on how a tensor lies in memory.
+"""Rewrite `as_strided` as views that do not depend on how a tensor lies in memory.
 
 `x.as_strided(size, stride)` names elements of memory; a shard, or a copy that the program makes elsewhere, lies in
 memory in another way. What models write it for are overlapping windows (Longformer's chunks): `unfold` of one dim.

@@ -1,4 +1,4 @@
-"""From a module and a sample batch to a graph."""
+"""Trace a module with a sample batch into a graph."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from op_registry.call import dtype_name
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph, LogicalTensor, gradient_dtype
-from nnscaler.ir.precision import FLOATS, Precision
-from nnscaler.runtime.training.autocast import Regions, autocast_on
+from nnscaler.ir.mixed_precision_dtypes import FLOATS, Precision
+from nnscaler.runtime.training.autocast_on_any_device import Regions, autocast_on
 from nnscaler.tracing.compare_with_module import check_trace, forwards_of_draws, second_forward
 from nnscaler.tracing.export.custom_gradients import (
     GradientHooks,

@@ -1,4 +1,4 @@
-"""Load and make what the settings of a run name: data, program, optimizer, schedule, hooks."""
+"""Build what the settings of a run name: data, program, optimizer, schedule, hooks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from op_registry.source_location import definition_of
 
 from nnscaler.codegen.compiled_program import Program
 from nnscaler.compile import parallelize
-from nnscaler.error_text import in_one_line
 from nnscaler.errors import NnscalerError, SourceLocation
+from nnscaler.exception_in_one_line import in_one_line
+from nnscaler.ir.mixed_precision_dtypes import Precision
 from nnscaler.ir.operation_annotations import signatures
-from nnscaler.ir.precision import Precision
 from nnscaler.model_file import find_target, load_loss_function, user_frame, user_function
 from nnscaler.plan_source import plan_source, schedule_of_request
 from nnscaler.planning.cluster.detect_this_machine import found_cluster
@@ -33,8 +33,8 @@ from nnscaler.training.compile_on_first_rank import compile_once
 from nnscaler.training.engine import Engine
 from nnscaler.training.functional_optimizer import state_bytes
 from nnscaler.training.pack_and_collate_samples import Collate
+from nnscaler.training.programs_by_batch_size import Vouch
 from nnscaler.training.read_settings import compile_request
-from nnscaler.training.recompilation import Vouch
 from nnscaler.training.sample_order_and_loader import Loader, SampleOrder, loader
 from nnscaler.training.splittable_optimizers import parameter_groups
 from nnscaler.training.train_settings import Code, HookSettings, OptimizerSettings, ScheduleSettings, TrainSettings

@@ -1,4 +1,4 @@
-"""Do ranks that should hold equal bits still hold them? A check for production: one small message for all tensors.
+"""Check that ranks that should hold equal bits still do, in production: one small message for all tensors.
 
 Copies of a parameter are updated on each rank by itself. A sum in another order, a step that one rank skips or a memory
 error makes them drift apart, and no loss shows it for long.
@@ -22,7 +22,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.manifest import Manifest
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.shards import logical_coordinates
-from nnscaler.runtime.tensor_values import values_of
+from nnscaler.runtime.tensor_bits_and_differences import values_of
 from nnscaler.runtime.training.saving.rank_tensors_as_boxes import StoredTensor
 
 _ODD = 6364136223846793005  # of Knuth's generator: what each place is weighted with

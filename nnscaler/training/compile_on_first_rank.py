@@ -11,11 +11,11 @@ import torch.distributed
 from torch import Tensor, nn
 
 from nnscaler.codegen.compiled_program import Origin, Program
-from nnscaler.error_text import in_one_line
 from nnscaler.errors import NnscalerError
+from nnscaler.exception_in_one_line import in_one_line
 from nnscaler.tracing.models_with_added_loss import LossFunction, with_loss
 from nnscaler.tracing.sample_inputs import flatten_inputs
-from nnscaler.tracing.train_and_eval_modes import modes_of
+from nnscaler.tracing.set_and_restore_modes import modes_of
 
 
 def compile_once(

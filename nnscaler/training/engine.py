@@ -52,7 +52,7 @@ from nnscaler.training.program_on_rank import (
     run_program,
     stages_of_roles,
 )
-from nnscaler.training.recompilation import (
+from nnscaler.training.programs_by_batch_size import (
     SentProgram,
     SizeClass,
     agreed,

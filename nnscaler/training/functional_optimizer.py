@@ -21,8 +21,8 @@ from torch.utils import _pytree as pytree
 from op_registry.builtin.optimizers import NO_UPDATE, UPDATES
 from op_registry.numbers_in_user_code import numbers_in, numbers_of
 
-from nnscaler.error_text import first_line
 from nnscaler.errors import NnscalerError
+from nnscaler.exception_in_one_line import first_line
 
 OptimizerClass = type[Any]  # a subclass of Optimizer, called with parameters and hyper-parameters
 SIZES = (6, 5, 4, 3)  # of the dims of parameters to try an update on: all different, so that dims are told apart

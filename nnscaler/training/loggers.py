@@ -1,4 +1,4 @@
-"""Who is told how a run goes: the console, TensorBoard, Weights & Biases. On rank 0 alone."""
+"""Loggers, which are told how a run goes: the console, TensorBoard, Weights & Biases. On rank 0 alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scale of the loss for float16: dynamic, by the rule of torch.amp.GradScaler, and one decision for all ranks."""
+"""Scale the loss for float16: dynamically, by the rule of torch.amp.GradScaler, and with one decision for all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trials of an optimizer: whether pieces of a parameter become what the whole becomes, on real values.
+"""Try on real values whether pieces of a parameter become under an optimizer what the whole becomes.
 
 Small parameters and few steps show what it does at these. An optimizer may do something else after a warm-up, of large
 gradients or of large parameters: where, the numbers in its code hint at, and further trials go beyond them.

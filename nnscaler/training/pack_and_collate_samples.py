@@ -1,4 +1,4 @@
-"""How samples become the rows of a batch: documents of tokens are packed into rows, and rows are collated.
+"""Pack documents of tokens into rows, and collate samples into the rows of a batch.
 
 Packed documents are their concatenation, cut into rows: every token is read once per epoch and, but for the first of
 its document, predicted once.
@@ -15,9 +15,9 @@ import torch
 from torch.utils.data import IterableDataset, default_collate
 
 from nnscaler.errors import NnscalerError
-from nnscaler.random_generators import generators_kept
+from nnscaler.global_random_generators import generators_kept
 from nnscaler.runtime.nested_values import leaves_of, map_tensors, tensors_in
-from nnscaler.runtime.tensor_values import same_bits
+from nnscaler.runtime.tensor_bits_and_differences import same_bits
 
 Collate = Callable[[list[Any]], Any]
 _STACKED = (

@@ -19,12 +19,12 @@ from nnscaler.runtime.program.program_directory import rank_with_loss
 from nnscaler.runtime.shards import shard
 from nnscaler.runtime.stage_base_class import INPUT_GRADIENT, Buffer, Parameter, Stage
 from nnscaler.runtime.training.async_pipeline import executor_of
-from nnscaler.runtime.training.autocast import dtype_named
+from nnscaler.runtime.training.autocast_on_any_device import dtype_named
 from nnscaler.runtime.training.build_stages import one_tensor
 from nnscaler.runtime.training.cut_batch import inputs_read_whole, part_axes
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.executor_settings import ExecutorSettings
-from nnscaler.training.recompilation import SentProgram, Vouch, folder_of
+from nnscaler.training.programs_by_batch_size import SentProgram, Vouch, folder_of
 
 NO_LOSS, EVERY_RANK = -1, -2
 

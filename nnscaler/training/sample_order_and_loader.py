@@ -1,4 +1,4 @@
-"""Read each data part's rows of each global batch, in an order that knows nothing of plans.
+"""Order the samples of a run, knowing nothing of plans, and load each data part's rows of each global batch.
 
 The order of an epoch is a function of (seed, epoch). A batch is a run of that order, and a data part has the rows of it
 that the program cuts for it: a contiguous block, the larger ones first where the batch does not divide. So the same
@@ -26,7 +26,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from nnscaler.errors import NnscalerError
 from nnscaler.model_file import seed_generators
 from nnscaler.runtime.nested_values import leaves_of
-from nnscaler.runtime.tensor_values import bits_of
+from nnscaler.runtime.tensor_bits_and_differences import bits_of
 from nnscaler.runtime.training.cut_batch import DataPart
 from nnscaler.training.check_replicas import ONE_STREAM
 from nnscaler.training.pack_and_collate_samples import Collate, Collated, pack

@@ -1,4 +1,4 @@
-"""Which shards an optimizer may be given, and groups of parameters by pattern.
+"""Find which shards an optimizer may be given, and make groups of parameters by pattern.
 
 An update says along which dims of a parameter it may be cut: the registry for torch's own classes, and for any other
 one a test on the spot, which runs it whole and on shards.
@@ -19,8 +19,8 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 from torch.optim import Optimizer
 
-from nnscaler.error_text import in_one_line
 from nnscaler.errors import NnscalerError
+from nnscaler.exception_in_one_line import in_one_line
 from nnscaler.layout import Sharded, is_cut
 from nnscaler.runtime.training.saving.rank_tensors_as_boxes import StoredTensor
 from nnscaler.training.functional_optimizer import (

@@ -1,4 +1,4 @@
-"""A training run: the loop that settings describe.
+"""The trainer: the training loop of a run, as its settings describe it.
 
     Trainer(model="gpt.py", data={"source": "text.py::datasets"}, steps=1000).fit()
 
@@ -22,8 +22,8 @@ import torch
 import torch.distributed
 from torch import nn
 
-from nnscaler.error_text import in_one_line
 from nnscaler.errors import NnscalerError
+from nnscaler.exception_in_one_line import in_one_line
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.communication.join_process_group import ProcessPlace, choose_device, join, leave, torchrun_place
 from nnscaler.runtime.nested_values import tensors_in
@@ -42,11 +42,11 @@ from nnscaler.training.build_from_settings import (
 )
 from nnscaler.training.check_replicas import check_replicas
 from nnscaler.training.engine import Batch, Engine, start
-from nnscaler.training.local_ranks import STORE
 from nnscaler.training.loggers import Logger, StepProfiler, StepReport, ValidationReport, make_loggers, memory_in_use
 from nnscaler.training.loss_scaler import LossScaler, has_nonfinite, on_any_rank
+from nnscaler.training.programs_by_batch_size import Vouch
 from nnscaler.training.read_settings import idle, ranks_of, settings_of
-from nnscaler.training.recompilation import Vouch
+from nnscaler.training.run_ranks_as_processes import STORE
 from nnscaler.training.sample_order_and_loader import Loader, SampleOrder
 from nnscaler.training.saving.checkpoints import Checkpoints
 from nnscaler.training.saving.settings_overridden_by_checkpoint import LoadedSchedule, MadeGroups

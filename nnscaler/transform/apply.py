@@ -11,11 +11,11 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.derive_operand_layouts import explain_illegal_choices
 from nnscaler.ir.graph import Graph, is_free_name
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import Choice, PartitionedGraph, Placement, Stage
+from nnscaler.ir.operation_placement import Choice, PartitionedGraph, Placement, Stage
 from nnscaler.layout import IN_STEP, MICRO, SLICE, Axis, DeviceMesh
 from nnscaler.transform.chunked_regions import ChunkedRegion, check_chunks, choose_pieces, regions_of
 from nnscaler.transform.complete_plan import choose, illegal
-from nnscaler.transform.hoist_batch_values import hoist
+from nnscaler.transform.hoist_out_of_micro_batches import hoist
 from nnscaler.transform.plan import (
     SHARED,
     AssignStep,

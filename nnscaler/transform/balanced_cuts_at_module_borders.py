@@ -1,4 +1,4 @@
-"""Modules as places to cut a pipeline, for models whose layers have no numbers.
+"""Cut a pipeline at the borders of modules, balanced, for models whose layers have no numbers.
 
 A place between two operations lies inside of every module that both run in: a cut there goes through these modules. Few
 open modules make a good place, since little but the result of a module crosses its border, and since people know the

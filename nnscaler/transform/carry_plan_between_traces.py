@@ -1,4 +1,4 @@
-"""A plan of one trace of a model, carried to another: for batches of other sizes, or the other mode.
+"""Carry a plan of one trace of a model to another trace: for batches of other sizes, or the other mode.
 
 Two things in a plan are of one graph. Names count its operators: where a mode adds or leaves out one (stochastic depth
 in training), `add_8` is another operation after it. What tells operations apart in both graphs is their name without
@@ -21,7 +21,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.derive_operand_layouts import even_or_balanced, is_legal
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.operation_annotations import Signature, signatures
-from nnscaler.ir.placement import Split
+from nnscaler.ir.operation_placement import Split
 from nnscaler.layout import MICRO
 from nnscaler.transform.plan import ChunkStep, OrderStep, Plan, RestStep, SplitStep, Step
 from nnscaler.transform.select_operations import select

@@ -1,4 +1,4 @@
-"""Outputs that backward can compute again at little cost, instead of keeping them.
+"""Find outputs that backward can compute again at little cost, instead of keeping them.
 
 What a product reads, and an activation function or a norm has made, can be made again from what is kept anyway: of
 `x -> gelu -> linear` the input of gelu is kept for its own backward, and its output need not be. A `recompute` step on
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from op_registry.registry import facts_of
 
-from nnscaler.ir.gradient_flow import KeptTensor, kept_by, reads_alone, records, viewed
+from nnscaler.ir.gradients_and_kept_values import KeptTensor, kept_by, reads_alone, records, viewed
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.operation_annotations import Signature
 

@@ -1,4 +1,4 @@
-"""Regions that run in pieces, one after another on the same ranks: coshard (Lin et al., nnScaler, OSDI 2024).
+"""Regions that run in chunks, one after another on the same ranks: coshard (Lin et al., nnScaler, OSDI 2024).
 
 The pieces of a region are an axis in time, like micro-batches: it has no ranks, states on it mean the same, and nothing
 can be communicated over it before the last piece is done. One operation of the region is split as its step says. The
@@ -24,7 +24,7 @@ from nnscaler.ir.derive_operand_layouts import (
 )
 from nnscaler.ir.graph import Graph, Operation, is_free_name
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import Choice, Chunk, RunInvariant, Split
+from nnscaler.ir.operation_placement import Choice, Chunk, RunInvariant, Split
 from nnscaler.layout import INVARIANT, Replicated
 from nnscaler.transform.plan import Axes, ChunkStep, Plan
 from nnscaler.transform.propagate_choices import FollowAxis, follow, spread

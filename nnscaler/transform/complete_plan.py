@@ -1,4 +1,4 @@
-"""The choices of all operations on one mesh: what the plan's steps say, and what follows from it.
+"""Complete the choices of all operations on one mesh: what the plan's steps say, and what follows from it.
 
 Micro-batches come first, since they can communicate nothing, slices likewise, then the axes that the batch takes, then
 the others.
@@ -16,7 +16,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.derive_operand_layouts import even_or_balanced, explain_illegal_choice
 from nnscaler.ir.graph import Graph, LogicalTensor, Operation
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
+from nnscaler.ir.operation_placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
 from nnscaler.layout import MICRO, SLICE, Sharded, State
 from nnscaler.transform.plan import Axes, Plan, ReplicateStep, SplitStep, slices_text
 from nnscaler.transform.propagate_choices import FollowAxis, follow

@@ -1,4 +1,4 @@
-"""Partition of a graph into pipeline stages: contiguous, balanced by cost, cut between layers or else anywhere.
+"""Partition a graph into pipeline stages: contiguous, balanced by cost, cut between layers or else anywhere.
 
 The order of the operations is a chain, and stages are its segments: the linear partition problem, solved exactly by
 dynamic programming (`balanced_cuts`). Models differ only in the places at which the chain may be cut:

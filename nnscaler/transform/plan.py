@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from nnscaler.errors import NnscalerError
 from nnscaler.instructions import read_instruction
-from nnscaler.ir.precision import Precision
+from nnscaler.ir.mixed_precision_dtypes import Precision
 from nnscaler.records_as_json import with_tuples
 
 DP, TP, PP = "dp", "tp", "pp"  # the axes that policies and the planner use: for the batch, operators, stages

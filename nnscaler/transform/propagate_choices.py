@@ -1,4 +1,4 @@
-"""Choices that nobody made: on one axis, let every operation follow the layouts that reach it.
+"""Propagate choices to operations that have none: on one axis, let each follow the layouts that reach it.
 
 Data parallelism and micro-batches are made in this way alone: the inputs are sharded along their batch dim, and each
 operation takes the choice that its inputs' layouts suggest at the least communication. A hand-written plan is completed
@@ -26,7 +26,7 @@ from nnscaler.ir.derive_operand_layouts import (
 )
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
+from nnscaler.ir.operation_placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
 from nnscaler.layout import (
     IN_STEP,
     INVARIANT,

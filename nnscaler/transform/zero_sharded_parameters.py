@@ -1,4 +1,4 @@
-"""Parameters that rest sharded over an axis whose ranks all read them: ZeRO, fully sharded data parallel.
+"""Shard parameters at rest over an axis whose ranks all read them: ZeRO, fully sharded data parallel.
 
 Such a parameter's layout at rest has one more `Sharded`. Under ZeRO-3 that of its leaf has it too: to be read it is
 converted like any tensor, gathered forward, its gradient reduced and scattered backward. Under ZeRO-1 and 2 the leaf is
@@ -17,7 +17,7 @@ from op_registry.annotation.splits import balanced
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.conversion_table_and_paths import explain_illegal
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.placement import Rest
+from nnscaler.ir.operation_placement import Rest
 from nnscaler.layout import Layout, Sharded
 from nnscaler.transform.plan import Plan, RestStep
 

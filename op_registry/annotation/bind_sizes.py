@@ -1,4 +1,4 @@
-"""An annotation bound to the shapes of one call: every identifier gets its size.
+"""Bind an annotation to the shapes of one call: every identifier gets its size.
 
 Sizes come from `sizes`, from dims that are one identifier, then from groups and concatenations with one unknown.
 `*` becomes identifiers `*0`, `*1`, ..., one per dim, the same wherever it stands. A literal stays a literal.

@@ -1,4 +1,4 @@
-"""Text -> `Annotation`, with errors that point into the text.
+"""Parse the text of an annotation into an `Annotation`, with errors that point into the text.
 
 Whether a `+` is a mark or makes an operand additive is decided by what it touches: `k+` is a mark, a `+` that starts
 an operand makes it additive, and any other `+` is an error.

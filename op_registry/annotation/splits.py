@@ -1,4 +1,4 @@
-"""Which identifiers of a bound annotation may be split, and where that puts each operand."""
+"""Find which identifiers of a bound annotation may be split, and where that puts each operand."""
 
 from __future__ import annotations
 

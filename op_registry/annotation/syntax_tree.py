@@ -1,4 +1,4 @@
-"""The annotation language as data, and its canonical text.
+"""The syntax tree of annotations, the annotation language as data, and its canonical text.
     annotation := side "->" side
     side       := [ operand { "," operand } ]           an empty side has no operands (arange: "-> t")
     operand    := "?" | [ "+" ] ( "()" | dim { dim } )  "?": not a tensor, or replicated only; "()": a scalar tensor

@@ -1,4 +1,4 @@
-"""Rules that a well-formed annotation must keep, whatever the shapes.
+"""Check that an annotation is well-formed: rules that it must keep, whatever the shapes.
 
 Each rule refuses with the reason, a caret, and the corrected text where there is one to propose.
 """

@@ -1,4 +1,4 @@
-"""Shared parts of annotation functions: naming dims, broadcasting, writing text, reading shards.
+"""Helpers of annotation functions: naming dims, broadcasting, writing text, reading shards.
 
 A dim is text of the annotation language: a name with its mark (`a`, `k+`, `s^`), an integer, or a group `(a b)`.
 """

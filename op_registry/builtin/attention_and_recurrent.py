@@ -1,4 +1,5 @@
-"""Attention and recurrent networks. Batch and head dims are free; the key length, time and hidden units are frozen.
+"""Annotations of attention and recurrent networks. Batch and head dims are free; the key length, time and hidden units
+are frozen.
 
 The query length is free; a causal call counts positions from the first row, so that it splits into contiguous blocks
 that know theirs. Queries and keys may be split over one axis too: keys and values then go around its ranks (ring

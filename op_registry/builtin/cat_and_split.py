@@ -1,4 +1,4 @@
-"""Operators that join tensors along a dim, or cut one into pieces.
+"""Annotations of operators that join tensors along a dim, or cut one into pieces.
 
 Equal pieces are `a (3 b) -> a b, a b, a b`: their identifier may be split, which makes strided shards of the whole.
 Unequal ones are a concatenation `a [b0 b1 b2]`, whose parts are split together.

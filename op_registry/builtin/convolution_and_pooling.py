@@ -1,4 +1,5 @@
-"""Convolutions and pooling. Batch and channels are free, but for the input channels of a convolution: a reduction.
+"""Annotations of convolutions and pooling. Batch and channels are free, but for the input channels of a convolution: a
+reduction.
 
 Positions are as the section on windows says.
 

@@ -1,6 +1,6 @@
-"""Operators that work element by element, `torch.special` and casts included: every dim of the result may be split.
-An operand that is expanded along a split dim lacks the identifier: it is replicated, its gradient a partial sum.
-"""
+"""Annotations of operators that work element by element, `torch.special` and casts included: every dim of the result
+may be split. An operand that is expanded along a split dim lacks the identifier: it is replicated, its gradient a
+partial sum."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Table look-ups, and the `localize` hooks of all reads and writes through indices into a block of the entries.
+"""Annotations of table look-ups, and the `localize` hooks of all reads and writes through indices into a block of the
+entries.
 
 A rank with a block of the vocabulary looks up the ids of its block, and gives zeros for the others.
 """

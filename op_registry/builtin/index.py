@@ -1,4 +1,4 @@
-"""Reading and writing through indices.
+"""Annotations of operators that read and write through indices.
 
 The dim that indices point into is `v`. Reading from a block of it gives zeros for what is elsewhere, a partial sum;
 writing to a block drops what is elsewhere. With several index tensors, or a mask, those dims are frozen. Index dims are

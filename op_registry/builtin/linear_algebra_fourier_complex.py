@@ -1,4 +1,7 @@
-"""Decompositions, solutions and distances: the dims of the matrix or vector are frozen, those before it free."""
+"""Annotations of linear algebra, distances, Fourier transforms and complex numbers.
+
+The dims of a matrix or vector are frozen, those before it free; a transform freezes the dims that it runs along.
+"""
 
 from __future__ import annotations
 

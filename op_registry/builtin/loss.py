@@ -1,4 +1,4 @@
-"""Losses. A sum over samples gives partial sums; a mean divides by the logical number of samples.
+"""Annotations of losses. A sum over samples gives partial sums; a mean divides by the logical number of samples.
 
 A mean that counts labels (`ignore_index`, class weights) is not the mean of local means: tracing lowers the usual cross
 entropy to the `ce_*` operators, which share the count; what it does not lower is frozen here.

@@ -1,4 +1,5 @@
-"""Products: of matrices, by `einsum`, by groups of rows. Contracted dims are reductions, biases then partial sums."""
+"""Annotations of products: of matrices, by `einsum`, by groups of rows. Contracted dims are reductions, biases then
+partial sums."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Normalisations, batch norm's parts included: dims of the statistics are frozen or sums, the others free."""
+"""Annotations of normalisations, batch norm's parts included: dims of the statistics are frozen or sums, the others
+free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Updates of torch's optimizers: along which dims of a parameter each of them may be cut.
+"""Annotations of the updates of torch's optimizers: along which dims of a parameter each of them may be cut.
 
 An update is an operator: (parameter, gradient, state...) -> (parameter, state...). Elementwise it is `*, *, * -> *, *`,
 and parameter, gradient and state may lie in shards of any kind. Where it needs the whole parameter (a norm of it, the

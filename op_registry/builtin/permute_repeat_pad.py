@@ -1,4 +1,5 @@
-"""Operators that reorder, repeat or pad: transpose, permute, roll, flip, repeat, pad, tril, diagonals."""
+"""Annotations of operators that reorder, repeat or pad: transpose, permute, roll, flip, repeat, pad, tril,
+diagonals."""
 
 from __future__ import annotations
 

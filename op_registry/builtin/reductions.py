@@ -1,7 +1,6 @@
-"""Reductions, scans and sorting. A sum over a split dim gives partial sums; what is no sum freezes its dims.
-A mean over a split dim divides the shard's sum by the logical count: the sum of that is the mean, however many axes
-(micro-batches among them) share the dim.
-"""
+"""Annotations of reductions, scans and sorting. A sum over a split dim gives partial sums; what is no sum freezes its
+dims. A mean over a split dim divides the shard's sum by the logical count: the sum of that is the mean, however many
+axes (micro-batches among them) share the dim."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Resizing, sampling at points, and windows as columns. Batch and channels are free.
+"""Annotations of resizing, sampling at points, and windows as columns. Batch and channels are free.
 
 Nearest resizing by a power of two repeats entries: `p -> (p 2)`. Other resizing mixes neighbours across a border, and
 its positions are frozen. A sampled image is read anywhere: its positions are frozen, those of the points are free.

@@ -1,4 +1,4 @@
-"""Operators that regroup, insert, drop or expand dims, and those that make tensors.
+"""Annotations of operators that regroup, insert, drop or expand dims, and of those that make tensors.
 
 A view is annotated by the cut points that its two shapes have in common: (4, 12, 32) -> (4, 12, 4, 8) is
 `a b (c d) -> a b c d`. Where the pieces between two common cut points do not divide, as in (4, 6) -> (6, 4), they are

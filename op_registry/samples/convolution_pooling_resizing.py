@@ -1,4 +1,4 @@
-"""Samples: convolutions, pooling, resizing, sampling, columns."""
+"""Sample calls of convolutions, pooling, resizing, sampling and columns."""
 
 from __future__ import annotations
 

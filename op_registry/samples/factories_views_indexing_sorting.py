@@ -1,4 +1,4 @@
-"""Samples: operators that make tensors, view, join, cut, index and sort them, and windows of a signal."""
+"""Sample calls of operators that make tensors, view, join, cut, index and sort them, and of windows of a signal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Samples: products, matrices, distances."""
+"""Sample calls of linear algebra (products, matrices, distances), recurrent networks, complex numbers and Fourier
+transforms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples: element-wise operators, casts, functions of `torch.special`, and reductions."""
+"""Sample calls of element-wise operators, casts, functions of `torch.special`, and reductions."""
 
 from __future__ import annotations
 

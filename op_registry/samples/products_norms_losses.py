@@ -1,4 +1,4 @@
-"""Samples: products, reductions, normalisations, batch norm's parts, attention."""
+"""Sample calls of products, reductions, normalisations, batch norm's parts, attention and losses."""
 
 from __future__ import annotations
 

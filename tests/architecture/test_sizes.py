@@ -18,8 +18,8 @@ MORE_PARAMETERS = {  # function -> why it has more
     "verify/programs/verify_plan.py verify_plan": "a front door: options by keyword",
     "nnscaler/runtime/ops/index.py embedding_bag": "written in programs, which keep their text",
     "nnscaler/runtime/ops/ring_attention.py ring_attention": "the same",
-    "nnscaler/runtime/ops/convolution_and_pooling.py conv_window": "the same",
-    "nnscaler/runtime/ops/convolution_and_pooling.py conv_transpose_window": "the same",
+    "nnscaler/runtime/ops/convolve_and_pool_output_rows.py conv_window": "the same",
+    "nnscaler/runtime/ops/convolve_and_pool_output_rows.py conv_transpose_window": "the same",
 }
 TEXT = {".py", ".md", ".toml", ".sh", ".yml", ".yaml", ".cfg", ".json"}
 

@@ -12,7 +12,7 @@ from typing import Any
 from nnscaler.compile import parse_spec
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.operation_annotations import signatures
-from nnscaler.ir.placement import Split
+from nnscaler.ir.operation_placement import Split
 from nnscaler.planning.plan_from_axes import make_plan
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.plan import Plan

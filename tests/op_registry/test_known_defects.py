@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from op_registry.annotation.bind_sizes import BoundOperand, bind
 from op_registry.annotation.splits import splittable
 from op_registry.annotation.well_formed import parse_checked
-from op_registry.bind_annotation import bind_call
+from op_registry.bind_and_localise_call import bind_call
 from op_registry.call import AxisShard
 from op_registry.errors import AnnotationError
 from op_registry.registry import default_registry

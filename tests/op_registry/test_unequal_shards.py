@@ -9,7 +9,7 @@ import pytest
 
 from op_registry.annotation.bind_sizes import bind
 from op_registry.annotation.splits import Shard, balanced, shard_of, splittable
-from op_registry.bind_annotation import localise
+from op_registry.bind_and_localise_call import localise
 from op_registry.call import AxisShard, Call, TensorArgument
 from op_registry.rank_expression import Expression, block_start, by_index, index, local_size
 from op_registry.registry import default_registry

@@ -11,7 +11,7 @@ from torch import nn
 
 from nnscaler.layout import Sharded
 from nnscaler.runtime.stage_base_class import Stage
-from nnscaler.runtime.tensor_values import difference, family_scale, largest
+from nnscaler.runtime.tensor_bits_and_differences import difference, family_scale, largest
 from nnscaler.tracing.sample_inputs import flatten_inputs
 from verify import Verdict
 from verify.programs.eager_reference import (

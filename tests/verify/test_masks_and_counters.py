@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import nnscaler
 import verify
 from nnscaler.errors import NnscalerError
-from nnscaler.runtime.tensor_values import FILL, FLOAT64_BOUND, difference, family_scale
+from nnscaler.runtime.tensor_bits_and_differences import FILL, FLOAT64_BOUND, difference, family_scale
 from nnscaler.tracing import trace
 from nnscaler.tracing.compare_with_module import check_trace
 from nnscaler.tracing.sample_inputs import flatten_inputs

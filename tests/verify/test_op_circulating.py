@@ -12,7 +12,7 @@ from op_registry.registry import default_registry
 from op_registry.samples import samples_of
 from op_registry.spec import OperatorSpec, Shards
 
-from nnscaler.ir.placement import Split
+from nnscaler.ir.operation_placement import Split
 from verify.evidence.oracle.case_runner import CaseResult, OperatorRunner
 from verify.evidence.split_case import Inputs, SplitCase
 from verify.evidence.verify_op_options import OpOptions

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from op_registry.bind_annotation import linear_sets
+from op_registry.bind_and_localise_call import linear_sets
 from op_registry.registry import default_registry
 from op_registry.samples import SAMPLES, Sample
 

@@ -14,7 +14,7 @@ from op_registry.registry import default_registry
 from op_registry.source_location import SourceLocation
 from op_registry.spec import OperatorSpec, SchemaParameter
 
-from nnscaler.ir.placement import Split
+from nnscaler.ir.operation_placement import Split
 from tests.sampling import every
 from verify.evidence.oracle.annotation_claims import Slices, slices_of
 from verify.evidence.oracle.case_runner import OperatorRunner

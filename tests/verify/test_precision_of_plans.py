@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import nnscaler
 from nnscaler.cli.main import main
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.precision import Precision
+from nnscaler.ir.mixed_precision_dtypes import Precision
 from tests.sampling import every
 from verify import verify_plan
 from verify.programs.opened_program import open_program

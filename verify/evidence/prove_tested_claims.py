@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from op_registry.call import dtype_name
 
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.placement import RunPartial, Split
+from nnscaler.ir.operation_placement import RunPartial, Split
 from nnscaler.training.functional_optimizer import Update
 from verify.evidence.dimension_types.prove import prove
 from verify.evidence.oracle.annotation_claims import Slices, Target

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from nnscaler.errors import NnscalerError
-from nnscaler.runtime.tensor_values import FLOAT64_BOUND, difference
+from nnscaler.runtime.tensor_bits_and_differences import FLOAT64_BOUND, difference
 from verify.external.comparison.compare import compare
 from verify.external.comparison.comparison_records import ComparisonResult, ProgramRun
 from verify.external.comparison.findings_from_differences import findings

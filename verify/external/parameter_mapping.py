@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from nnscaler.runtime.tensor_values import FILL, as_real, bits_of, family_scale
+from nnscaler.runtime.tensor_bits_and_differences import FILL, as_real, bits_of, family_scale
 from verify.programs.module_tensors_by_every_name import Kind, state_of
 
 Addresses = range | Tensor  # a run of addresses, or one for each element of the local tensor, flattened

@@ -14,7 +14,7 @@ from shlex import quote, split
 from typing import Any, Literal
 
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.precision import FLOATS
+from nnscaler.ir.mixed_precision_dtypes import FLOATS
 from nnscaler.model_file import find_target
 from verify.programs.request import Level
 from verify.results.request_tokens import RequestToken, RequestWords, Source, WordKind

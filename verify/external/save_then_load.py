@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nnscaler.runtime.tensor_values import FILL, as_real, difference, family_scale
+from nnscaler.runtime.tensor_bits_and_differences import FILL, as_real, difference, family_scale
 from verify.external.observe_rank_run import (
     modules_of,
     optimizers_of,

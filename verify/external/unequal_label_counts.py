@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nnscaler.error_text import in_one_line
 from nnscaler.errors import NnscalerError
+from nnscaler.exception_in_one_line import in_one_line
 from nnscaler.runtime.nested_values import map_tensors, tensors_in
-from nnscaler.runtime.tensor_values import difference
+from nnscaler.runtime.tensor_bits_and_differences import difference
 from nnscaler.tracing.export.module_copies import copied_with_hooks
 from verify.external.program import Batch, ExternalProgram
 from verify.external.reference import (

@@ -12,8 +12,8 @@ from torch import nn
 
 from op_registry.call import dtype_name
 
-from nnscaler.error_text import first_line
 from nnscaler.errors import NnscalerError, few
+from nnscaler.exception_in_one_line import first_line
 from nnscaler.runtime.nested_values import map_tensors
 from nnscaler.tracing.export.module_copies import copied_with_hooks
 from verify.external.averaged_copies_beside_model import COPY

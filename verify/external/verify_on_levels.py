@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from nnscaler.error_text import in_one_line
+from nnscaler.exception_in_one_line import in_one_line
 from verify.child_processes import Died, Done, Note, Raised, run_tasks
 from verify.external.comparison.compare import LATE
 from verify.external.differential_run import ExternalSettings

@@ -14,7 +14,7 @@ from shlex import join, split
 from typing import Any
 
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.precision import FLOATS
+from nnscaler.ir.mixed_precision_dtypes import FLOATS
 from nnscaler.model_file import find_target
 from nnscaler.plan_source import schedule_file
 from nnscaler.planning.auto_plan_request import parse_auto

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from op_registry.bind_annotation import named_values
+from op_registry.bind_and_localise_call import named_values
 from op_registry.call import TensorArgument
 from op_registry.spec import OperatorSpec
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from op_registry.spec import OperatorSpec
 
-from nnscaler.ir.placement import Split
+from nnscaler.ir.operation_placement import Split
 from verify.evidence.oracle.case_runner import CaseResult, OperatorRunner
 from verify.evidence.oracle.findings_from_counter_examples import wrong
 from verify.evidence.verify_op_options import OpOptions

@@ -22,8 +22,8 @@ from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.errors import NnscalerError, few
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation_annotations import signatures
-from nnscaler.ir.placement import Choice, RunInvariant
-from nnscaler.runtime.tensor_values import difference, family_scale
+from nnscaler.ir.operation_placement import Choice, RunInvariant
+from nnscaler.runtime.tensor_bits_and_differences import difference, family_scale
 from nnscaler.tracing import Traced
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.plan import (

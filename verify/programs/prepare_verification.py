@@ -16,7 +16,7 @@ import nnscaler
 from nnscaler.compile import PlanSource, compile_traced, make, searched
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.precision import Precision, parse_precision
+from nnscaler.ir.mixed_precision_dtypes import Precision, parse_precision
 from nnscaler.is_user_file import beside
 from nnscaler.plan_source import wanted_plan
 from nnscaler.tracing import Traced, trace

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from nnscaler.compile import Progress
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.text import print_graph
+from nnscaler.ir.print_graph import print_graph
 from nnscaler.manifest import Manifest
 from verify.programs.checks.input_and_outcome import CheckOutcome
 from verify.programs.lemmas import (

@@ -12,7 +12,7 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any, Literal
 
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.precision import FLOATS
+from nnscaler.ir.mixed_precision_dtypes import FLOATS
 from nnscaler.model_file import find_target
 from nnscaler.plan_source import CompileRequest, is_words, plan_text, schedule_file
 from verify.results.request_tokens import RequestToken, RequestWords, Source, WordKind

@@ -10,7 +10,7 @@ from pathlib import Path
 from op_registry.source_location import SourceLocation
 
 from nnscaler.ir.graph import Graph
-from nnscaler.runtime.training.observe_intermediate_tensors import assigned_names
+from nnscaler.runtime.training.instrument_role_source import assigned_names
 
 ModelLine = tuple[str, int, str]  # (file name without folder, line, text)
 _COMMENT = re.compile(r"^\s*# (?P<file>[^\s:]+\.py):(?P<line>\d+)(?: \((?P<module>[^)]*)\))?\s*(?P<text>.*)$")

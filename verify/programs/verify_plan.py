@@ -15,7 +15,7 @@ import torch
 from op_registry.call import dtype_name
 
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.precision import FLOATS
+from nnscaler.ir.mixed_precision_dtypes import FLOATS
 from nnscaler.tracing.models_with_added_loss import LossFunction, recorded_loss, with_loss
 from verify.programs.loaded_model_and_plan import PlanSubject
 from verify.programs.opened_program import open_program

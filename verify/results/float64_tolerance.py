@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from nnscaler.runtime.tensor_values import FLOAT64_BOUND
+from nnscaler.runtime.tensor_bits_and_differences import FLOAT64_BOUND
 from verify.results.verdict import Verdict
 
 AGREES = 8.0  # times the noise of a tensor: the largest of a few draws is rarely exceeded by so much

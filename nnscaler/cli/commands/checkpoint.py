@@ -1,4 +1,4 @@
-"""`nnscaler checkpoint`: tell what a checkpoint holds, write it for others, and read it through."""
+"""`nnscaler checkpoint`: say what a checkpoint holds, convert it for others, and check that it can be read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`nnscaler compile`: write the program of every rank."""
+"""`nnscaler compile`: compile a model with a plan, and write the program of every rank."""
 
 from __future__ import annotations
 

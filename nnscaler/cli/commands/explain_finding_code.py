@@ -1,4 +1,4 @@
-"""`nnscaler explain`: what the code of a finding means, with an example, and what to do."""
+"""`nnscaler explain`: explain the code of a finding, with an example, and what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`nnscaler gate`: everything that the project wants verified, with one exit code."""
+"""`nnscaler gate`: verify everything that the project lists, with one exit code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`nnscaler list`: what there is to name on a command line, and what a model lacks."""
+"""`nnscaler list`: print what can be named on a command line, and which operators a model calls without annotation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`nnscaler plan`: the best plan for a described cluster, with its certificate."""
+"""`nnscaler plan`: search the best plan for a described cluster, with its certificate."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Searches, prints, writes. Raises NnscalerError."""
-    from nnscaler.cli.output.plan_text import comparison, explanation, other_plan, replay_other, summary
+    from nnscaler.cli.output.found_plan_and_comparison import comparison, explanation, other_plan, replay_other, summary
     from nnscaler.ir.operation_annotations import signatures
     from nnscaler.model_file import check_targets, load_model_file, traced
     from nnscaler.plan_source import asked_search, check_plan

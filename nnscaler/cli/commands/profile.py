@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
     console: Console = options.console
     check_temporary()
     check_targets(options.model, options.loss_fn)
-    from nnscaler.performance.measure_operators import measure_model
+    from nnscaler.performance.measure_operators_and_collectives import measure_model
     from nnscaler.performance.measure_step_overheads import Workplace
     from nnscaler.runtime.jobs.launcher import ForkServer
 

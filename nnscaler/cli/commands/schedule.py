@@ -1,4 +1,4 @@
-"""`nnscaler schedule`: the timeline of a pipeline's schedule, its bubble and its memory, and its CSV for torch."""
+"""`nnscaler schedule`: show the timeline of a pipeline's schedule, its bubble and its memory, and its CSV for torch."""
 
 from __future__ import annotations
 

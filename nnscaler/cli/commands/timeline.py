@@ -1,4 +1,4 @@
-"""`nnscaler timeline`: when the ranks of a plan compute and communicate in one step, simulated or measured."""
+"""`nnscaler timeline`: show when the ranks of a plan compute and communicate in one step, simulated or measured."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def _records(folder: Path, ranks: int) -> Records:
 def _planned(model: ModelFile, request: CompileRequest, ranks: int, console: Console) -> _Planned:
     """Trace the model and make its plan."""
     from nnscaler.compile import limit_of, make
-    from nnscaler.ir.precision import parse_precision
+    from nnscaler.ir.mixed_precision_dtypes import parse_precision
     from nnscaler.performance.predict_step_time import programmed
     from nnscaler.plan_source import plan_source, wanted_plan
     from nnscaler.tracing import trace

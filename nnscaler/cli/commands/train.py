@@ -100,7 +100,7 @@ def run(options: argparse.Namespace) -> int:
     settings = read_settings(options.file, words)
     inside = "RANK" in os.environ
     ranks = ranks_of(settings)
-    from nnscaler.training.local_ranks import LOST, note_error, run_local_ranks
+    from nnscaler.training.run_ranks_as_processes import LOST, note_error, run_local_ranks
 
     if not inside and ranks > 1:
         console.progress(f"start        {ranks} ranks")

@@ -1,4 +1,4 @@
-"""`nnscaler verify-external`: does a parallel program that nnScaler did not write equal the plain model?"""
+"""`nnscaler verify-external`: verify that a parallel program that nnScaler did not write equals the plain model."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _add_library(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_run(group: argparse._ArgumentGroup) -> None:
-    from nnscaler.ir.precision import FLOATS
+    from nnscaler.ir.mixed_precision_dtypes import FLOATS
     from verify.external.request import EXECUTORS, TIMEOUT
 
     group.add_argument(

@@ -1,4 +1,4 @@
-"""`nnscaler verify-op`: is an operator's annotation true?"""
+"""`nnscaler verify-op`: verify an operator's annotation."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
-    from nnscaler.ir.precision import FLOATS
+    from nnscaler.ir.mixed_precision_dtypes import FLOATS
     from verify.programs.request import BACKENDS, PROCESS_LIMIT
 
     group = parser.add_argument_group("run")

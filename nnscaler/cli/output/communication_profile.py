@@ -1,4 +1,4 @@
-"""`--comm-profile`: the communication of one step of a program, as a table or as JSON."""
+"""Print `--comm-profile`: the communication of one step of a program, as a table or as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Printing. Results go to stdout; progress, notes and warnings to stderr. The only file that uses rich.
+"""Print to the terminal: results to stdout; progress, notes and warnings to stderr. The only file that uses rich.
 
 Colour: `--color` decides, then NO_COLOR (off), then FORCE_COLOR or CLICOLOR_FORCE (on), then whether the stream is a
 terminal and TERM is not `dumb`.

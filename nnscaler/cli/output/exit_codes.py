@@ -1,4 +1,4 @@
-"""How the process ends: its exit codes, and the message when nnScaler itself fails.
+"""The exit codes of the command line, and the message when nnScaler itself fails.
 
 Only a verdict gives 1: Python's own code for an uncaught exception is 1 as well, so `main` catches everything."""
 

@@ -1,4 +1,4 @@
-"""Printing reports in the formats that were asked for, and whether what a command will write can be written."""
+"""Print reports in the formats that were asked for, and check first that what a command will write can be written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cluster as data: equal devices, and levels of links from the innermost outwards."""
+"""The description of a cluster: equal devices, and levels of links from the innermost outwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cluster that this machine is: its GPUs if there are any, else its CPU cores.
+"""Detect the cluster that this machine is: its GPUs if there are any, else its CPU cores.
 
 Figures of devices come from the ready descriptions where one names the GPU, else from safe constants, so that the same
 machine gives the same description each time; `nnscaler profile` measures.

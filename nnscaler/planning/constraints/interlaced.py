@@ -1,5 +1,5 @@
-"""Interlaced pipelines: tables and heads at the ends of a model lie over all devices, the layers between them in
-disjoint stages (Lin et al., nnScaler, 2024).
+"""Constraints of interlaced pipelines: tables and heads at the ends of a model lie over all devices, the layers between
+them in disjoint stages (Lin et al., nnScaler, 2024).
 
 The first stage and the last one run on all pipeline devices together, each of which holds a part of their parameters;
 stages 1 to p are those of the p devices.
@@ -13,7 +13,7 @@ from dataclasses import replace
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import Choice, RunInvariant
+from nnscaler.ir.operation_placement import Choice, RunInvariant
 from nnscaler.planning.constraints.megatron import roles_of
 from nnscaler.planning.constraints.size_and_choice_constraints import Constraint, SharedEnds, identifiers_of_parameters
 from nnscaler.transform.partition_stages import (

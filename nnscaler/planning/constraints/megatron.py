@@ -1,4 +1,5 @@
-"""Constraints that are policies: Megatron's division of layers over tp, and sequence parallelism between its pairs."""
+"""Constraints of Megatron-style plans: Megatron's division of layers over tp, and sequence parallelism between its
+pairs."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from op_registry.annotation.splits import balanced
 
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import Choice, Split
+from nnscaler.ir.operation_placement import Choice, Split
 from nnscaler.layout import Sharded, State
 from nnscaler.planning.constraints.size_and_choice_constraints import Constraint
 from nnscaler.transform.complete_plan import batch_of, batch_states

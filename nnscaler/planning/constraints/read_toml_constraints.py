@@ -1,4 +1,4 @@
-"""Constraints in TOML: tables of `[[constraint]]`, each with a `kind` and what it needs.
+"""Read constraints from TOML: tables of `[[constraint]]`, each with a `kind` and what it needs.
 
 [[constraint]]
 kind = "sizes"

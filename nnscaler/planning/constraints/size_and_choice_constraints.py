@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import Choice, Split
+from nnscaler.ir.operation_placement import Choice, Split
 from nnscaler.planning.parallel_configurations import Configuration
 from nnscaler.scheduling.registry import SCHEDULES, get_schedule
 from nnscaler.scheduling.schedule import ScheduleKind

@@ -1,5 +1,5 @@
-"""Costs from the description of a cluster alone: a roofline (Williams et al. 2009) for operators, alpha-beta for
-collectives."""
+"""The analytic cost model, from the description of a cluster alone: a roofline (Williams et al. 2009) for operators,
+alpha-beta for collectives."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Make a profile of this machine: which shards and collectives to time, and the figures that follow from the times.
+"""Build a profile of this machine: which shards and collectives to time, and the figures that follow from the times.
 
-The timing itself is handed in, since nothing on this floor runs programs: see `nnscaler.performance.measure_operators`.
+The timing itself is handed in, since nothing on this floor runs programs: see
+`nnscaler.performance.measure_operators_and_collectives`.
 """
 
 from __future__ import annotations

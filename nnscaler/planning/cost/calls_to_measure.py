@@ -1,4 +1,4 @@
-"""The shards of a graph's operations that a plan over some ranks may run, as calls that can be measured."""
+"""Collect the operator calls to measure: the shards of a graph's operations that a plan over some ranks may run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import product
 from math import prod
 from typing import Any
 
-from op_registry.bind_annotation import localise
+from op_registry.bind_and_localise_call import localise
 from op_registry.call import Call, TensorArgument, map_leaves
 from op_registry.rank_expression import Expression
 from op_registry.registry import facts_of
@@ -18,7 +18,7 @@ from nnscaler.ir.conversion_table_and_paths import shape_of_rank
 from nnscaler.ir.derive_operand_layouts import explain_illegal_choices, input_layouts, output_layouts, shards_of
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import Choice, RunInvariant, Split
+from nnscaler.ir.operation_placement import Choice, RunInvariant, Split
 from nnscaler.layout import local_shape
 from nnscaler.planning.cost.flops_and_memory_traffic import computes_in
 from nnscaler.planning.cost.model_protocol import Shape

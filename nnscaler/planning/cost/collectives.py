@@ -1,5 +1,4 @@
-"""Seconds of collectives on a cluster: the alpha-beta model (Hockney 1994), over each level of links that a group
-spans.
+"""Price collectives on a cluster: the alpha-beta model (Hockney 1994), over each level of links that a group spans.
 
 A group of n ranks on one level takes, for a tensor of S bytes,
 

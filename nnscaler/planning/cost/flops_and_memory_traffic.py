@@ -1,4 +1,4 @@
-"""Floating point operations and memory traffic of one shard of an operation, forward and backward."""
+"""Count the floating point operations and memory traffic of one shard of an operation, forward and backward."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from math import prod
 from op_registry.annotation.bind_sizes import BoundDim
 from op_registry.registry import facts_of
 
-from nnscaler.ir.gradient_flow import kept_slots
+from nnscaler.ir.gradients_and_kept_values import kept_slots
 from nnscaler.ir.graph import element_bytes
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.planning.cost.model_protocol import Shape, Shapes

@@ -1,4 +1,4 @@
-"""A profile: measured seconds of shards of operators and of collectives, as a JSON file."""
+"""The measured profile: seconds of shards of operators and of collectives, as a JSON file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Costs from a profile; where it has no entry, the analytic model times its usual error for that operator."""
+"""The cost model of a measured profile; where it has no entry, the analytic model times its usual error for that
+operator."""
 
 from __future__ import annotations
 

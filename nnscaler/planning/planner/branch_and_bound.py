@@ -27,9 +27,9 @@ from nnscaler.planning.planner.bounds.configuration import (
     rough_bound,
     summing_rates,
 )
+from nnscaler.planning.planner.bounds.equal_layer_pipeline import Layered
 from nnscaler.planning.planner.bounds.lagrangian import Prices
-from nnscaler.planning.planner.bounds.pipeline import Layered
-from nnscaler.planning.planner.bounds.rough import Least
+from nnscaler.planning.planner.bounds.rough_equal_layer_pipeline import Least
 from nnscaler.planning.planner.equal_layer_chain import Chain
 from nnscaler.planning.planner.estimate_stages import ComputedAgain
 from nnscaler.planning.planner.evaluate_configuration import Evaluated, beside, evaluate, evaluated, weights_of

@@ -9,7 +9,7 @@ from typing import Any
 
 from nnscaler.errors import few
 from nnscaler.ir.graph import Operation
-from nnscaler.ir.placement import Choice, RunInvariant
+from nnscaler.ir.operation_placement import Choice, RunInvariant
 from nnscaler.planning.constraints.interlaced import between_ends, of_layers
 from nnscaler.planning.context_and_expert_parallel import LONG, batch_axes, expert_steps
 from nnscaler.planning.plan_from_axes import assign_steps, steps_of

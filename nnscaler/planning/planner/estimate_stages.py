@@ -1,4 +1,4 @@
-"""Estimate the stages of a pipeline: what each takes and keeps, from the tables and the choices made in them."""
+"""Estimate what each stage of a pipeline takes and keeps, from the cost tables and the choices made in them."""
 
 from __future__ import annotations
 

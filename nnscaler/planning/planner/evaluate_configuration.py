@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from nnscaler.ir.gradient_flow import kept_by
+from nnscaler.ir.gradients_and_kept_values import kept_by
 from nnscaler.ir.graph import Operation
 from nnscaler.planning.constraints.size_and_choice_constraints import Constraint
 from nnscaler.planning.cost.collectives import seconds_per_byte

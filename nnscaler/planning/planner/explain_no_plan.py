@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.placement import Choice
+from nnscaler.ir.operation_placement import Choice
 from nnscaler.planning.cluster.description import Cluster, show_bytes, show_enough_bytes
 from nnscaler.planning.constraints import Constraint
 from nnscaler.planning.parallel_configurations import Configuration

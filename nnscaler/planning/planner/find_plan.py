@@ -1,4 +1,4 @@
-"""The planner's front door: the fastest plan for a graph on a described cluster, with a proof of how good it is.
+"""Find the fastest plan for a graph on a described cluster, with a proof of how good it is: the planner's entry.
 
 The idea
 --------
@@ -70,8 +70,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from nnscaler.error_text import first_line
 from nnscaler.errors import NnscalerError
+from nnscaler.exception_in_one_line import first_line
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.planning.cluster.description import Cluster, show_bytes

@@ -1,4 +1,4 @@
-"""Costs of the shared ends of an interlaced pipeline on each rank, and their choices.
+"""Price the shared ends of an interlaced pipeline on each rank, and search their choices.
 
 All devices run them together, so that in a configuration they are a problem of their own: over tp x pp ranks, with
 whole tensors on the borders to the layers. Their choices are the fastest ones; of these a rank holds a part of each
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nnscaler.ir.graph import Operation, element_bytes
-from nnscaler.ir.placement import Choice, RunInvariant, Split
+from nnscaler.ir.operation_placement import Choice, RunInvariant, Split
 from nnscaler.planning.constraints.size_and_choice_constraints import Constraint, SharedEnds
 from nnscaler.planning.cost.collectives import seconds_per_byte
 from nnscaler.planning.cost.model_protocol import AxisPlace

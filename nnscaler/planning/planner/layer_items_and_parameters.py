@@ -1,4 +1,4 @@
-"""The layers of a graph: items between which a pipeline may be cut, and the parameters that each layer reads.
+"""Divide a graph into layer items, between which a pipeline may be cut, and find the parameters that each layer reads.
 
 Items are what is before the layers, each layer, and what is after them.
 """

@@ -1,4 +1,5 @@
-"""Ways to run a piece of a chain between two states of its cuts: the optima at some price of memory, and combinations.
+"""Trade-offs of time and memory of a piece of a chain: the ways to run it between two states of its cuts that are best
+at some price of memory, and combinations.
 
 The optima at all prices are the supported points of the Pareto frontier of seconds and bytes. Points between two of
 them are reached by making only some of the changes that lead from one to the other.
@@ -11,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from nnscaler.planning.planner.bounds.equal_layer_pipeline import Layered
 from nnscaler.planning.planner.bounds.lagrangian import Prices
-from nnscaler.planning.planner.bounds.pipeline import Layered
 from nnscaler.planning.planner.equal_layer_chain import ChainSegment, Priced
 from nnscaler.planning.sharding.build_problem import once_at
 

@@ -1,4 +1,4 @@
-"""A graph as the planner sees it: its layers as items between which a pipeline may be cut, and its tables by size."""
+"""The planner's view of a graph: layers as items between which a pipeline may be cut, and its cost tables by size."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from math import gcd
 
 from nnscaler.ir.graph import Graph, LogicalTensor, element_bytes, gradient_dtype
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import Choice
+from nnscaler.ir.operation_placement import Choice
 from nnscaler.planning.constraints.size_and_choice_constraints import Constraint
 from nnscaler.planning.context_and_expert_parallel import find_experts
 from nnscaler.planning.cost.model_protocol import AxisPlace, CostModel
 from nnscaler.planning.parallel_configurations import Configuration, configurations
-from nnscaler.planning.planner.bounds.pipeline import Layered
-from nnscaler.planning.planner.bounds.rough import Least, Rough
+from nnscaler.planning.planner.bounds.equal_layer_pipeline import Layered
+from nnscaler.planning.planner.bounds.rough_equal_layer_pipeline import Least, Rough
 from nnscaler.planning.planner.equal_layer_chain import Chain, find_chain, shown
 from nnscaler.planning.planner.layer_items_and_parameters import (
     ParametersByLayer,

@@ -1,6 +1,5 @@
-"""Cost tables without strategies that are dominated in time and in every kind of memory (dead-end elimination, see
-`solver.drop_dominated_strategies`), in a whole pass and in the ramp of every schedule that is planned.
-"""
+"""Prune strategies from cost tables that are dominated in time and in every kind of memory (dead-end elimination, see
+`solver.drop_dominated_strategies`), in a whole pass and in the ramp of every schedule that is planned."""
 
 from __future__ import annotations
 

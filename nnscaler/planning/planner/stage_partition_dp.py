@@ -1,4 +1,4 @@
-"""Spread layers over pipeline stages so that a step is shortest: exact, by dynamic programming over stages.
+"""Partition layers into pipeline stages so that a step is shortest: exact, by dynamic programming over stages.
 
 The step of a pipeline is a sum over its stages plus a multiple of the largest one. As in Alpa (Zheng et al. 2022), the
 largest is bounded by each possible value in turn, and at such a limit the least sum is a shortest path.

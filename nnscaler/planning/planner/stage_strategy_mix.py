@@ -1,4 +1,4 @@
-"""Choices for a pipeline of many equal layers that fit into memory: every stage mixes two ways to run a layer.
+"""Mix two ways to run a layer in every stage, so that a pipeline of many equal layers fits into memory.
 
 A stage runs its layers in one state of the cut, and may turn to another with its last one. For its layers it takes the
 two ways whose mix is fastest within its memory, each a whole number of times: the linear relaxation of a choice of ways
@@ -15,8 +15,8 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
+from nnscaler.planning.planner.bounds.equal_layer_pipeline import Layered, adding
 from nnscaler.planning.planner.bounds.lagrangian import Pieces, Prices, StageKind
-from nnscaler.planning.planner.bounds.pipeline import Layered, adding
 from nnscaler.planning.planner.equal_layer_chain import Priced
 from nnscaler.planning.planner.layer_time_memory_tradeoffs import Ends, Way, ways_of
 from nnscaler.planning.planner.prune_dominated import Numbers

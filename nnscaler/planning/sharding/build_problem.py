@@ -1,4 +1,5 @@
-"""Turn tables into a choice problem: how often each part of a step counts, and how many micro-batches are alive."""
+"""Build a choice problem from cost tables: how often each part of a step counts, and how many micro-batches are
+alive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cost of conversions between layouts, in seconds, as tables over all pairs of layouts.
+"""Price conversions between layouts in seconds, as tables over all pairs of layouts.
 
 Where two layouts differ on the searched axis only, the way is a row of the conversion table, or two through
 `Invariant`. Any other pair takes the way that `find_path` finds.

@@ -1,4 +1,4 @@
-"""The sharding problem of a graph in a setting, as data: what every strategy costs, and what every conversion does.
+"""The cost tables of a graph in a setting: what every strategy of an operation costs, and what every conversion does.
 
 There is one node per operation, one per tensor that several places read, and one per parameter that several places
 read. A tensor's node says in which layout its readers find it: it is converted to that layout once, and from there by
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nnscaler.ir.gradient_flow import kept_by, records
+from nnscaler.ir.gradients_and_kept_values import kept_by, records
 from nnscaler.ir.graph import Graph, LogicalTensor, Operation, element_bytes
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.ring_rotation_calls import as_computed, circulation

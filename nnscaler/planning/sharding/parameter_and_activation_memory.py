@@ -1,4 +1,5 @@
-"""Activations kept for backward: for every operation, the inputs that it is the first to keep."""
+"""Memory of parameters, with their gradients and optimizer states, and of activations kept for backward: for every
+operation, the inputs that it is the first to keep."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.gradient_flow import KeptTensor, first_kept, kept_by
+from nnscaler.ir.gradients_and_kept_values import KeptTensor, first_kept, kept_by
 from nnscaler.ir.graph import HALF, Graph, Operation, element_bytes, gradient_dtype
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.transform.cheap_outputs import CheapOutputs, cheap_outputs

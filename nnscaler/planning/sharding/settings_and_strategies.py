@@ -1,4 +1,5 @@
-"""One way to run a graph on ranks, for which the choices of operations are searched: the question, not the answer."""
+"""The settings in which a graph's choices are searched (axes, what is given on them), and each operation's
+strategies."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.derive_operand_layouts import explain_illegal_choices, input_layouts, output_layouts
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
+from nnscaler.ir.operation_placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
 from nnscaler.layout import MICRO, Layout, local_shape
 from nnscaler.planning.context_and_expert_parallel import context_parallel, expert_steps
 from nnscaler.planning.cost.model_protocol import AxisPlace

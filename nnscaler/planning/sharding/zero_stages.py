@@ -1,4 +1,4 @@
-"""How parameters rest over the ranks of dp between their uses, as data, and what that costs.
+"""The stages of ZeRO as data: how parameters rest over the ranks of dp between their uses, and what that costs.
 
 Each value of `ParameterPlacement` is one way, a stage of ZeRO (Rajbhandari et al. 2020). All that the planner knows of
 a way is in its fields: the bytes at rest, the collectives of every micro-batch, those of a step, and the steps of a

@@ -1,4 +1,4 @@
-"""Remove strategies that no optimum needs: forbidden ones, and those that another one of the node dominates.
+"""Drop strategies that no optimum needs: forbidden ones, and those that another one of the node dominates.
 
 Dead-end elimination (Desmet et al. 1992; Goldstein 1994): strategy a goes where changing it to b is never a loss,
 whatever the neighbours choose. With memory, b must not need more of it either, so that no optimum under any budget is

@@ -1,4 +1,4 @@
-"""Runs of equal consecutive layers in a problem, found from the tables of their nodes and edges.
+"""Find runs of equal consecutive layers in a problem, from the tables of their nodes and edges.
 
 Layers may repeat with a period: alternating kinds of layers make segments of two. A run's segments have equal nodes,
 equal edges to the segment before, and equal edges to the same nodes elsewhere, which are its hubs.

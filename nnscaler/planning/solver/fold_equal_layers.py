@@ -1,4 +1,4 @@
-"""Exact folding of equal consecutive layers: the optimum of the flat problem at the price of one layer.
+"""Fold equal consecutive layers exactly: the optimum of the flat problem at the price of one layer.
 
 The interior of a segment is eliminated once, which leaves a table over the cut before, the cut after and the hubs; the
 run is a (min, +) power of that table (see below). The rest is eliminated as usual (`variable_elimination`).

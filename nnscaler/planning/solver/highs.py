@@ -1,4 +1,4 @@
-"""The choice problem as a linear and as an integer program, by HiGHS: for what is too wide to eliminate.
+"""Solve the choice problem as a linear and as an integer program by HiGHS, for what is too wide to eliminate.
 
 The relaxation is the local polytope (Schlesinger 1976): one variable per strategy and one per pair of strategies of an
 edge, whose sums agree with the strategies' variables. Its bound is computed again from the multipliers of those rows,

@@ -1,4 +1,4 @@
-"""The solver's front door: the best choices of a problem, with or without a budget of memory, and always a bound.
+"""Solve a choice problem, with or without a budget of memory, and always with a bound: the solver's entry.
 
 Folding and elimination come first, which are exact; where tables would be wide, the same after dominated strategies are
 removed; then HiGHS, which starts from the best choices among each node's most likely strategies.

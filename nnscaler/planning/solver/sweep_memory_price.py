@@ -1,4 +1,4 @@
-"""The efficient points of time against memory, by one sweep of the price of memory over exact solves.
+"""Sweep the price of memory over exact solves, for the efficient points of time against memory.
 
 At a price per unit of memory, the optimum of time + price * memory is a point of the lower convex hull, and a line that
 no choice lies below: the Lagrangian bound for every budget (Everett 1963). A segment of the hull is tried at its own

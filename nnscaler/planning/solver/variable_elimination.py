@@ -1,4 +1,4 @@
-"""Exact variable elimination over sums of tables.
+"""Eliminate variables exactly from sums of tables.
 
 Bucket elimination (Dechter 1999): a variable's tables are added and minimised over it; the result is a message to the
 bucket of the next of its neighbours. Choices are read off in reverse order from the tables themselves, so that no table

@@ -1,4 +1,4 @@
-"""Collectives of one round of messages, over gloo: begun, and waited for later, without a thread.
+"""Asynchronous collectives over gloo, of one round of messages each: begun, and waited for later, without a thread.
 
 gloo carries messages on a thread of its own, which knows nothing of Python: what one round makes up is sent and
 received when it is begun, and added up, or put in its place, when it is waited for. Collectives that are begun together

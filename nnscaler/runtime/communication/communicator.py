@@ -1,4 +1,4 @@
-"""Communication of a rank program with other ranks: its calls, the record of each, and the common checks.
+"""The communicator of a rank program, its interface to other ranks: calls, the record of each, and the common checks.
 
 Implementations: `simulator` (a thread per rank), `gloo` and `nccl`. Rank programs cannot tell them apart:
 
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nnscaler.runtime.tensor_values import values_of
+from nnscaler.runtime.tensor_bits_and_differences import values_of
 
 SUMMED = "the gradient sum of "  # the context of a call, before the names of parameters
 Key = tuple[object, ...]

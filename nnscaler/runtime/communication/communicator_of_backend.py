@@ -1,4 +1,4 @@
-"""The communicator of a process, by the name of its backend: gloo or NCCL."""
+"""Make the communicator of a process by the name of its backend: gloo or NCCL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors between ranks of one host, which their receiver reads where they lie.
+"""Transfer tensors between ranks of one host through the sender's memory: the receiver reads them where they lie.
 
 A socket copies what it carries twice, and the threads that serve it take processor time from the ranks. Between
 processes of one host, where the system lets them, each rank has an inbox instead: memory that the others map, with a

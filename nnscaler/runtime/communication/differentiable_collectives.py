@@ -1,4 +1,4 @@
-"""Conversions between the layouts of one tensor on one axis: the rows of the communication table.
+"""Differentiable conversions between the layouts of one tensor on one axis: the rows of the conversion table.
 
 Each function is one row: a change of state whose backward is the adjoint under the pairing of `layout`. Each call is
 one autograd node on every rank of the axis, so that ranks agree on backward communication; an identity returns a view,

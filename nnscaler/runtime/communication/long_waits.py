@@ -1,4 +1,4 @@
-"""Long waits of a rank for others are told: of a call that the others do not make, nothing else is ever heard."""
+"""Tell of long waits of a rank for others: of a call that the others do not make, nothing else is ever heard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order in which a rank makes the collectives of one group that it begins and waits for later.
+"""A thread that makes a rank's collectives of one group, begun and waited for later, in the order in which they begin.
 
 A lane is a thread, in which each begins when the one before it has ended. Groups have lanes of their own and do not
 wait for each other: two ranks may begin collectives of different groups in any order.

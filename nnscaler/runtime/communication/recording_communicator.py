@@ -1,4 +1,4 @@
-"""A communicator that notes when each call and each instruction starts and ends: what events are measured from.
+"""A communicator that records when each call and each instruction starts and ends: what events are measured from.
 
 It stands before another communicator, so that a run which records nothing pays nothing. The clock is monotonic and
 the same for all processes of a machine. On a GPU a call may return before it is done: times are those of the host.

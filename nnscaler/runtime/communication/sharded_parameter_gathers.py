@@ -1,4 +1,4 @@
-"""Parameters that lie in shards and are gathered where the text reads them (ZeRO-3): begun before, waited for there.
+"""Gather parameters that lie in shards where the text reads them (ZeRO-3): begun before, waited for there.
 
 A whole is there as long as the text reads it. Backward, which reads it too, gathers it once more: what autograd saves
 of it is a `WholeView` (graphs of torch.compile have gathers of their own, `gather_again_in_backward`). In a region that

@@ -1,4 +1,4 @@
-"""What a simulated rank has begun and not waited for, and when it reads and writes memory.
+"""Simulated asynchronous calls of a rank: what it has begun and not waited for, and when it reads and writes memory.
 
 By default it reads what it is given at once, and writes its results when it is waited for; that what it was given has
 changed meanwhile is an error. Under random timings it reads at some moment between, writes at some later one, in any
@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nnscaler.runtime.communication.communicator import CommunicationCall, UnderWayError
-from nnscaler.runtime.tensor_values import bits_of
+from nnscaler.runtime.tensor_bits_and_differences import bits_of
 
 Give = Callable[[Sequence[Tensor]], None]
 Result = Callable[[bool], list[Tensor] | None]  # whether to wait; None: not all ranks have given theirs

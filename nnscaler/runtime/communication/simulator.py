@@ -1,4 +1,4 @@
-"""Many ranks in one process: a thread per rank, and a meeting place for their communication.
+"""Simulate many ranks in one process: a thread per rank, and a meeting place for their communication.
 
 Nothing here waits by time: a rank that has to wait registers what it waits for, and the rank that registers last when
 every unfinished rank waits has found a deadlock. Sums are taken in the order of the group by the rank that arrives

@@ -1,4 +1,4 @@
-"""Tensors that slices of one micro-batch keep for each other on a rank: rows going forward, gradients going back.
+"""The tensors that token slices of one micro-batch keep for each other on a rank: rows going forward, gradients back.
 
 Slices run forward in order, each after the rows of all slices before it, and backward in reverse order (TeraPipe: Li et
 al., 2021). A slice that runs backward has its rows' terms from all later ones, and leaves its own terms for earlier

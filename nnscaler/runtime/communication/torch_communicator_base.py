@@ -1,4 +1,4 @@
-"""The common part of communicators over torch.distributed, whatever the backend.
+"""The base class of communicators over torch.distributed: what they share, whatever the backend.
 
 Each call is reported to a `Reporter` (what a hung rank was doing), and torch's errors become `CommunicationError`s that
 name the call.
@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nnscaler.error_text import first_line
+from nnscaler.exception_in_one_line import first_line
 from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError, Communicator, Key
 
 

@@ -1,4 +1,4 @@
-"""One job of the local launcher: the directory through which launcher and ranks talk, and its outcome.
+"""A job of the local launcher: the directory through which launcher and ranks talk, and its outcome.
 
 job.pt            what to run: written by the launcher, read by every rank
 store             where the ranks find each other
@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 import torch
 
-from nnscaler.error_text import system_error_behind
+from nnscaler.exception_in_one_line import system_error_behind
 from nnscaler.runtime.communication.communicator import CommunicationError, ProgramError
 
 # The activity of each rank of a local job, in a file that the rank writes through memory and its launcher reads.

@@ -1,4 +1,4 @@
-"""A clock that stands while processes wait for a processor.
+"""A clock for time limits that stands while processes wait for a processor.
 
 A limit of wall-clock time ends right work when the machine is busy with something else, and a limit of processor time
 never ends what sleeps. A `FairClock` runs like the clock on the wall, without the time in which the processes that it

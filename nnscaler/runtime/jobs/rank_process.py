@@ -1,4 +1,4 @@
-"""A rank of a local job, in the process that the fork server made for it."""
+"""Run a rank of a local job, in the process that the fork server made for it."""
 
 from __future__ import annotations
 

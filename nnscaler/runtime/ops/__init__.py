@@ -1,6 +1,6 @@
 """The runtime's own operators, `ops.<name>` in rank programs: plain differentiable functions on one rank's shards."""
 
-from nnscaler.runtime.ops.convolution_and_pooling import (
+from nnscaler.runtime.ops.convolve_and_pool_output_rows import (
     avg_pool_window,
     conv_transpose_window,
     conv_window,

@@ -1,4 +1,4 @@
-"""Reading and writing through indices where this rank has a block of the entries that indices point to.
+"""Index, gather, scatter and put where this rank has a block of the entries that indices point to.
 
 The block holds the entries first .. first + n of `size` along a dim. Reads of other entries give zero, so that the
 ranks' results add up to the whole one; writes to other entries are dropped. An index that torch's operator refuses is

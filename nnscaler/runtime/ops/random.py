@@ -1,4 +1,4 @@
-"""Random numbers that are a function of (seed, operation, step, logical coordinates) and of nothing else.
+"""Random operators, whose numbers are a function of (seed, operation, step, logical coordinates) and of nothing else.
 
 So ranks that hold the same elements draw the same numbers, ranks that hold different elements differ, a draw does not
 depend on the mesh, and recomputing gives the same draw. torch's own generator is one per process, and cannot.

@@ -1,5 +1,5 @@
-"""Attention whose keys and values go around the ranks of an axis: ring attention (Liu, Zaharia, Abbeel, 2023), with the
-running maximum and sum of a softmax in blocks (Milakov, Gimelshein, 2018).
+"""Ring attention, whose keys and values go around the ranks of an axis (Liu, Zaharia, Abbeel, 2023), with the running
+maximum and sum of a softmax in blocks (Milakov, Gimelshein, 2018).
 
 A rank holds some of the queries and as many of the keys and values, and never more than two blocks of these. In forward
 each block comes by once. In backward it comes by again together with its gradients, to which every rank adds, and which

@@ -1,10 +1,10 @@
-"""Load Python files by path, under names of our own: roles of a program, and users' files.
+"""Import Python files by path, under names of our own: roles of a program, and users' files.
 
 A user's file may be called anything and stand beside files called anything (`verify.py`, `ir.py`, `types.py`). It is
 loaded as `_nnscaler_user_<folder>.<file>`; its folder goes to the end of `sys.path`, so that it never shadows what
 others import. Where a file of the folder has a name that means something else to the rest of the process, imports
-*written in files of that folder* get the folder's file instead (`imports_of_user_files`). A file in a package is
-loaded as the package's module.
+*written in files of that folder* get the folder's file instead (`resolve_shadowed_user_imports`). A file in a package
+is loaded as the package's module.
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 
 from nnscaler.runtime.communication.communicator import ProgramError
-from nnscaler.runtime.program.imports_of_user_files import claim_surroundings, package_module, package_of, spec_of
+from nnscaler.runtime.program.resolve_shadowed_user_imports import (
+    claim_surroundings,
+    package_module,
+    package_of,
+    spec_of,
+)
 
 Transform = Callable[[str, str], CodeType]
 

@@ -13,13 +13,13 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from nnscaler.error_text import first_line
+from nnscaler.exception_in_one_line import first_line
 from nnscaler.manifest import Manifest, ManifestError, NoManifest, StoredTensor, read_manifest
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.program.import_role_and_user_files import letting_go, load_role
 from nnscaler.runtime.shards import unravel
 from nnscaler.runtime.stage_base_class import Exchange, Receive, RunContext, Stage
-from nnscaler.runtime.tensor_values import bits_of, same_bits
+from nnscaler.runtime.tensor_bits_and_differences import bits_of, same_bits
 from nnscaler.runtime.training.gradients.gradient_plan import holding
 
 _CONSTANT = "_constants."  # of the names of tensors that the model's code makes

@@ -1,4 +1,4 @@
-"""The user's operators that a rank program calls: found in this process, or registered by importing the user's file."""
+"""Find the user's operators that a rank program calls: in this process, or registered by importing the user's file."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import torch
 
 from nnscaler.manifest import MANIFEST, ManifestError, NoManifest, OperatorFile, read_manifest
 from nnscaler.runtime.communication.communicator import ProgramError
+from nnscaler.runtime.program.files_that_a_user_file_imports import imported_files
 from nnscaler.runtime.program.import_role_and_user_files import load_user_module
-from nnscaler.runtime.program.imported_files import imported_files
 
 _NAMESPACE = "nnscaler_user"  # of torch.ops: where `register_op` defines functions as operators
 Origin = tuple[str, str, str]  # registered name, file, qualified name in the file

@@ -1,4 +1,5 @@
-"""Run a role module whose parameters are updated after each batch, while others are on the way: a stream has no steps.
+"""Run an asynchronous pipeline: a role module whose parameters are updated after each batch, while others are on the
+way. Such a stream has no steps.
 
 The order of a device is followed as long as batches come; which version of its parameters a batch reads follows from
 it (`nnscaler.instructions`).
@@ -22,11 +23,11 @@ from torch.nn import Parameter
 from nnscaler.instructions import batches_written, going_on
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.stage_base_class import Stage
-from nnscaler.runtime.training.autocast import autocast_on, precision_of_run
+from nnscaler.runtime.training.autocast_on_any_device import autocast_on, precision_of_run
 from nnscaler.runtime.training.cut_batch import Batch
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.model_outputs import total_loss
-from nnscaler.runtime.training.parameters_at_rest import gather
+from nnscaler.runtime.training.zero_1_2_and_master_weights import gather
 
 
 class Versions:

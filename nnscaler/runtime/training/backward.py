@@ -1,4 +1,4 @@
-"""The backward passes of one rank, whole or in two halves, with the gradients that come in and go out."""
+"""Run the backward passes of one rank, whole or in two halves, with the gradients that come in and go out."""
 
 from __future__ import annotations
 

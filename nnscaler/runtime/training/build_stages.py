@@ -32,10 +32,10 @@ from nnscaler.runtime.stage_base_class import (
     numbered_stages,
 )
 from nnscaler.runtime.torch_compile import apart, compiled, leave_in_python
-from nnscaler.runtime.training.autocast import dtype_named, dtype_of_run
+from nnscaler.runtime.training.autocast_on_any_device import dtype_named, dtype_of_run
 from nnscaler.runtime.training.gradients.accumulate_and_reduce import Gradients
 from nnscaler.runtime.training.gradients.parameters_of_compiled_stages import compiled_with_parameters
-from nnscaler.runtime.training.parameters_at_rest import AtRest, divisions_of
+from nnscaler.runtime.training.zero_1_2_and_master_weights import AtRest, divisions_of
 
 State = Mapping[str, Tensor]
 

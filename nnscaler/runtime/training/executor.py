@@ -32,17 +32,17 @@ from nnscaler.runtime.stage_base_class import (
     place_of,
     times_of,
 )
-from nnscaler.runtime.training.autocast import autocast_on, dtype_named, in_precision, precision_of_run
+from nnscaler.runtime.training.autocast_on_any_device import autocast_on, dtype_named, in_precision, precision_of_run
 from nnscaler.runtime.training.backward import BackwardPasses
 from nnscaler.runtime.training.build_stages import Held, Key, StageBuilder, adopted, compile_each, stages_of, taken_over
 from nnscaler.runtime.training.cut_batch import Batch, BatchCutter
 from nnscaler.runtime.training.executor_settings import ExecutorSettings
 from nnscaler.runtime.training.gradients.accumulate_and_reduce import Gradients
 from nnscaler.runtime.training.gradients.gradient_norm_and_clipping import clip_gradients, gradient_norm
+from nnscaler.runtime.training.instrument_role_source import observed_copy
 from nnscaler.runtime.training.messages import Mail
 from nnscaler.runtime.training.model_outputs import Kept, Results, check_outputs, total_loss
-from nnscaler.runtime.training.observe_intermediate_tensors import observed_copy
-from nnscaler.runtime.training.parameters_at_rest import gather
+from nnscaler.runtime.training.zero_1_2_and_master_weights import gather
 
 Observe = Callable[[int, int, str, str, Tensor], None]
 

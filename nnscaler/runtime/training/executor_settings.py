@@ -1,4 +1,4 @@
-"""How an executor runs a role module."""
+"""The settings of an executor: how it runs a role module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors that cross from one stage to another: activations forward, gradients backward.
+"""Send and receive the tensors that cross from one stage to another: activations forward, gradients backward.
 
 A message is named (tensor key, producing stage, consuming stage, micro-batch, "F" or "B"), and its number among the
 messages of the same two ranks where the meshes differ in shape. Messages of a rank to itself never leave it.

@@ -1,4 +1,4 @@
-"""The results of a run besides its loss: kept by micro-batch, put together on a rank, and gathered over ranks."""
+"""Collect a model's results besides its loss: kept by micro-batch, put together on a rank, and gathered over ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nnscaler.runtime.cut_tensors import join_pieces, nested
 from nnscaler.runtime.output_structure import restore
 from nnscaler.runtime.shards import Sizes, local_shape
 from nnscaler.runtime.stage_base_class import LOSS, Result, Stage
-from nnscaler.runtime.training.autocast import dtype_named
+from nnscaler.runtime.training.autocast_on_any_device import dtype_named
 
 Kept = dict[tuple[int, ...], Tensor]  # by place in time: the micro-batch, and its slice if there are some
 

@@ -1,4 +1,4 @@
-"""The best schedule of a small problem, and a bound for a larger one, by search over the states of a step (A*).
+"""Search all states of a step (A*) for the best schedule of a small problem, and for a bound of a larger one.
 
 Since the micro-batches are alike and pass each block in order, a step's state is how often each block has started, and
 how long those that run still need. There are few states where memory is tight or devices run blocks together, which is

@@ -1,4 +1,4 @@
-"""The steady part of a schedule: every block once in each period (a repetend, Lin et al., Tessel, HPCA 2024).
+"""Search the steady part of a schedule: every block once in each period (a repetend, Lin et al., Tessel, HPCA 2024).
 
 Block b of micro-batch i starts at `offset[b] + period * (lap[b] + i)`: modulo scheduling (Rau 1994). For a period the
 question is an integer program, with one variable for each block and offset. Dependencies are rows as Eichenberger and

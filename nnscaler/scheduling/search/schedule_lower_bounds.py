@@ -1,4 +1,4 @@
-"""Lower bounds: what no schedule of a problem can beat, in closed form. Fast enough for thousands of problems.
+"""Lower bounds of schedules: what none of a problem can beat, in closed form. Fast enough for thousands of problems.
 
 Three facts, each for a device:
 

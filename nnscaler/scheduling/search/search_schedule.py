@@ -1,4 +1,4 @@
-"""The search for a schedule: rules, then all states of a small problem, then repetends, each only if a gap is left.
+"""Search a schedule: by rules, then over all states of a small problem, then by repetends, each only if a gap is left.
 
 All limits count work, so that the same problem has the same answer on every machine.
 

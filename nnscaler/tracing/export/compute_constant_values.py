@@ -1,4 +1,4 @@
-"""Values that a model makes from nothing but constants are known while it is traced.
+"""Compute, while a model is traced, the values that it makes from nothing but constants.
 
 A default attention mask, positions, a table: no input, parameter or random number reaches them, so that code which
 looks at them (`if mask.all():`, `.item()`) takes the same path in every step, and what it selects by them

@@ -1,4 +1,4 @@
-"""Gradients that users wrote: `torch.autograd.Function`s are kept whole, and hooks on gradients are refused or kept.
+"""Keep the gradients that users wrote: each `torch.autograd.Function` whole, and hooks on gradients, or refuse these.
 Without this, export records what `forward` does and differentiates that: the user's `backward` is lost without a
 word. Each call becomes one operator of a private library (CompositeImplicitAutograd: eager autograd is untouched).
 Registered functions are operators already and never come here.

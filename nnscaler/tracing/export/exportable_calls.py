@@ -1,4 +1,4 @@
-"""Calls that torch.export cannot record, made of others that compute the same."""
+"""Replace calls that torch.export cannot record by others that compute the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The module that is exported: it takes the sample's tensors one by one and returns the loss and the other results."""
+"""Wrap a model as the module that is exported: it takes the sample's tensors one by one and returns the loss and the
+other results."""
 
 from __future__ import annotations
 

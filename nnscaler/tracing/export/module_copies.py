@@ -1,4 +1,4 @@
-"""A copy of a module, which computes what the module does and changes nothing of it.
+"""Copy a module: the copy computes what the module does and changes nothing of it.
 
 The trace is compared with copies, and verification runs them. Python copies no function: a lambda or a hook that was
 made where the module was would go on reading the old module's parameters, whatever the copy's become. And torch copies

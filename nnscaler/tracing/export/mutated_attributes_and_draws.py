@@ -1,5 +1,5 @@
-"""Python attributes that a module changes in forward, and numbers that it draws from Python's generators: a program has
-those of one step in every step."""
+"""Detect Python attributes that a module changes in forward, and numbers that it draws from Python's generators: a
+program has those of one step in every step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from op_registry.source_location import SourceLocation
 
 from nnscaler.errors import NnscalerError
-from nnscaler.random_generators import moved, python_states, set_states
+from nnscaler.global_random_generators import moved, python_states, set_states
 from nnscaler.tracing.export.reachable_state import Holder, holders
 from nnscaler.tracing.export.user_source_locations import is_library, location_of_frames
 

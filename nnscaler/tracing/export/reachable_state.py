@@ -1,5 +1,5 @@
-"""State that forward may change beside the attributes of modules: objects and containers that they hold, attributes of
-the user's classes, and the globals that forward names."""
+"""Find the state that forward may change beside the attributes of modules: objects and containers that they hold,
+attributes of the user's classes, and the globals that forward names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which parts of a model `torch.utils.checkpoint` computes again in backward.
+"""Record which parts of a model `torch.utils.checkpoint` computes again in backward.
 
 Export runs a checkpointed function like any other and forgets the wish. While this is open, each call leaves its name
 on the nodes that are recorded, which the importer keeps as `Region.recompute`.

@@ -26,11 +26,11 @@ from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.utils.rnn import PackedSequence
 
-from nnscaler.error_text import in_one_line
 from nnscaler.errors import NnscalerError, SourceLocation
+from nnscaler.exception_in_one_line import in_one_line
 from nnscaler.is_user_file import OURS
 from nnscaler.runtime.start_autograd import start_autograd
-from nnscaler.runtime.training.autocast import AutocastUnknown
+from nnscaler.runtime.training.autocast_on_any_device import AutocastUnknown
 from nnscaler.tracing.export.compute_constant_values import KnownValues
 from nnscaler.tracing.export.custom_gradients import OpaqueFunction, opaque_autograd_functions
 from nnscaler.tracing.export.exportable_calls import exportable_calls, vmaps_expanded

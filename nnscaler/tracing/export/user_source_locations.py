@@ -1,4 +1,4 @@
-"""Where in the user's files something happened: from the traces that export records, and from exceptions."""
+"""Find where in the user's files something happened: from the traces that export records, and from exceptions."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import torch
 
 from op_registry.source_location import SourceLocation
 
-from nnscaler.error_text import in_one_line
 from nnscaler.errors import NnscalerError
+from nnscaler.exception_in_one_line import in_one_line
 from nnscaler.is_user_file import OURS, beside, is_installed
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n(?:[ \t]+(?P<text>[^\n]*))?')

@@ -1,4 +1,4 @@
-"""Composite operators become parts that can be split: training batch norm, attention with dropout, embedding
+"""Decompose composite operators into parts that can be split: training batch norm, attention with dropout, embedding
 bags, and what is read of each row of a batch."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""In-place operators become values: a write makes new values of the written tensor and of everything that aliases it.
+"""Turn in-place operators into values: a write makes new values of the written tensor and of everything that aliases
+it.
 
 Memory that is written has a *root*, the tensor that allocated it; every other tensor in it is a view of another
 (its parent). A write gives the view a new value, carries it back to the root through the views' inverses, and

@@ -1,4 +1,4 @@
-"""Cross entropy over class indices becomes five operators that can be split over rows and over classes.
+"""Lower cross entropy over class indices to five operators that can be split over rows and over classes.
 
 A mean of local means is wrong when ranks hold different numbers of valid rows, so the mean is a sum and a count. With
 weights of classes it is a sum and the weights of the labels that count; with them, or smoothed labels, the sum stays

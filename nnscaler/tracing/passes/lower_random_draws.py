@@ -1,6 +1,5 @@
-"""Random operators become arithmetic on `nnscaler.random_uniform` and `nnscaler.random_normal`.
-torch draws from a generator that no two ranks share: ranks that should hold equal copies would not.
-"""
+"""Lower random operators to arithmetic on `nnscaler.random_uniform` and `nnscaler.random_normal`. torch draws from a
+generator that no two ranks share: ranks that should hold equal copies would not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tensors have gradients, and which operations are used: what dataflow through the graph decides."""
+"""Find by dataflow which tensors of a graph need gradients, and which operations are used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""One spelling of equal operations: no identities, explicit sizes, floating operands, slices of a dim as one split."""
+"""Rewrite equal operations to one normal form: no identities, explicit sizes, floating operands, slices of a dim as one
+split."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from nnscaler.errors import NnscalerError
-from nnscaler.runtime.tensor_values import bits_of
+from nnscaler.runtime.tensor_bits_and_differences import bits_of
 
 # Describe fake tensors by their visible properties, and make new ones that look the same.
 

@@ -1,4 +1,4 @@
-"""Put copies of a traced layer's operations where `calls` left one node for an equal layer."""
+"""Expand equal layers: put copies of a traced layer's operations where `calls` left one node for an equal layer."""
 
 from __future__ import annotations
 

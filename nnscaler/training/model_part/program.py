@@ -1,4 +1,5 @@
-"""The program of a part of a model: forward, and backward from gradients of its outputs to those of its inputs."""
+"""Compile a part of a model into a program: forward, and backward from gradients of its outputs to those of its
+inputs."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from nnscaler.codegen.compiled_program import Program
 from nnscaler.compile import parallelize
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.precision import Precision, parse_precision
+from nnscaler.ir.mixed_precision_dtypes import Precision, parse_precision
 from nnscaler.runtime.nested_values import items_of
 from nnscaler.runtime.stage_base_class import INPUT_GRADIENT
 from nnscaler.tracing import trace

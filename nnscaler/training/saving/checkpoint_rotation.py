@@ -1,4 +1,4 @@
-"""The folder of a run: a checkpoint a step, `last` and `best`, and what killed saves left."""
+"""Rotate the checkpoints in the folder of a run: one a step, `last` and `best`, and what killed saves left."""
 
 from __future__ import annotations
 

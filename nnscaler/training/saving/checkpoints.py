@@ -29,7 +29,7 @@ from torch import Tensor
 
 from nnscaler.codegen.compiled_program import Origin
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.text import print_graph
+from nnscaler.ir.print_graph import print_graph
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.training.saving.checkpoint import (
     SAVING,

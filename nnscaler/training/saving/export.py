@@ -1,4 +1,5 @@
-"""Checkpoints for others: as safetensors, a torch file, or a folder that `transformers` reads; told and compared.
+"""Export checkpoints for others: as safetensors, a torch file, or a folder that `transformers` reads; summarise and
+compare them.
 
 One process does this, without an engine. It holds the tensors of one file at a time, and of a torch file all.
 """
@@ -21,7 +22,7 @@ from op_registry.call import dtype_name
 
 from nnscaler.atomic_writes import cannot_write, save_tensors
 from nnscaler.errors import NnscalerError
-from nnscaler.runtime.tensor_values import same_bits
+from nnscaler.runtime.tensor_bits_and_differences import same_bits
 from nnscaler.runtime.training.saving.checkpoint import MODEL, RunRecord, read_run
 from nnscaler.runtime.training.saving.dcp import METADATA, Folder, whole
 from nnscaler.training.saving.checkpoint_rotation import RunFolder

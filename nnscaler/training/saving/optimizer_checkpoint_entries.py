@@ -1,4 +1,4 @@
-"""The state of torch optimizers as entries of a checkpoint: by name of the parameter, sharded as it is.
+"""Entries of a checkpoint for the state of torch optimizers: by name of the parameter, sharded as it is.
 
 optimizer.class                         its name
 optimizer.groups                        hyper-parameters of its groups, in order

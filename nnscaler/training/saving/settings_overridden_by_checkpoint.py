@@ -1,4 +1,4 @@
-"""Tell of settings that a checkpoint overrides.
+"""Tell which settings a checkpoint overrides.
 
 torch's optimizers and schedules load their hyper-parameters with their state, so that a setting which was changed has
 no effect. The user is told.

@@ -1,5 +1,5 @@
-"""Weights of a model into an engine and out of it: from a checkpoint, or a folder of safetensors as `transformers` has
-it. Each rank reads what it holds and no more."""
+"""Load the weights of a model into an engine, from a checkpoint or a folder of safetensors as `transformers` has it.
+Each rank reads what it holds and no more."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from nnscaler.error_text import first_line
 from nnscaler.errors import NnscalerError
+from nnscaler.exception_in_one_line import first_line
 from nnscaler.runtime.communication.communicator import CommunicationError, ProgramError
 from nnscaler.runtime.training.saving.checkpoint import MODEL, CannotWrite, everywhere
 from nnscaler.runtime.training.saving.dcp import METADATA, Folder, TensorShard, key_of

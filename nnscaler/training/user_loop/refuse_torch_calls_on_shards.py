@@ -1,4 +1,4 @@
-"""torch's own functions on the tensors of an engine, where they would be wrong without a word: they are refused.
+"""Refuse torch's own functions on the tensors of an engine, where they would be wrong without a word.
 
 torch takes each tensor for a whole one, and what it is given for all there is. A rank has shards: the norm of their
 gradients, an update that couples their elements, and a GradScaler's look for what is not finite would be those of this
@@ -33,7 +33,7 @@ from nnscaler.runtime.stage_base_class import Parameter, Stage
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.saving.rank_tensors_as_boxes import StoredTensor
 from nnscaler.training.splittable_optimizers import check_group, groups_checked
-from nnscaler.training.user_loop.stale_module import version_of
+from nnscaler.training.user_loop.tell_uses_of_stale_module import version_of
 
 _USE_ENGINE = "engine.clip_grad_norm_(max_norm) has the norm of the whole model; inf for the norm alone"
 _OWN = "the engine trains tensors of its own: engine.optimizer(...) updates them, and engine.clip_grad_norm_ clips them"

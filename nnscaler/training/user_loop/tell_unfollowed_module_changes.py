@@ -18,7 +18,7 @@ from nnscaler.codegen.compiled_program import Program
 from nnscaler.errors import NnscalerError
 from nnscaler.is_user_file import is_users
 from nnscaler.runtime.stage_base_class import INPUT_GRADIENT
-from nnscaler.training.user_loop.stale_module import StaleModule, called, version_of
+from nnscaler.training.user_loop.tell_uses_of_stale_module import StaleModule, called, version_of
 
 
 class _Part(NamedTuple):

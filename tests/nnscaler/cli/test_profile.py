@@ -59,7 +59,7 @@ def test_what_cannot_be_measured_is_said(
     def fails(*_: object) -> tuple[float, float]:
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr("nnscaler.performance.measure_operators.time_call", fails)
+    monkeypatch.setattr("nnscaler.performance.measure_operators_and_collectives.time_call", fails)
     out = tmp_path / "p.json"
     assert main(["profile", str(tmp_path / "model.py"), "--ranks", "1", "--seconds", "1", "--out", str(out)]) == 0
     said = capsys.readouterr()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import nnscaler.layout
-from nnscaler.codegen.expressions_and_names import conversion_text
+from nnscaler.codegen.python_text_of_calls import conversion_text
 from nnscaler.ir.conversion_table_and_paths import explain_illegal, find_path
 from nnscaler.layout import (
     INVARIANT,

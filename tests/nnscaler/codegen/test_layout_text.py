@@ -7,7 +7,7 @@ import pytest
 from op_registry.call import DType
 from op_registry.rank_expression import Expression, by_index
 
-from nnscaler.codegen.expressions_and_names import expression, layout_text, literal
+from nnscaler.codegen.python_text_of_calls import expression, layout_text, literal
 from nnscaler.codegen.stage_writer import layer_of
 from nnscaler.ir.graph import is_free_name
 from nnscaler.layout import INVARIANT, PARTIAL, REPLICATED, Axis, Layout, Partial, Sharded

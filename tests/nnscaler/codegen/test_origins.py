@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nnscaler.codegen.expressions_and_names import operator_files, written_origins
+from nnscaler.codegen.python_text_of_calls import operator_files, written_origins
 
 
 def test_programs_name_files_without_their_folder() -> None:

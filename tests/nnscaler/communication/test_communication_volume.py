@@ -17,8 +17,8 @@ from nnscaler import communication_buckets
 from nnscaler.communication.stage_communication_calls import ranks_text
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.ir.graph import element_bytes
+from nnscaler.ir.mixed_precision_dtypes import Precision
 from nnscaler.ir.operation_annotations import signatures
-from nnscaler.ir.precision import Precision
 from nnscaler.records_as_json import encode
 from nnscaler.runtime.program.import_role_and_user_files import load_user_module
 from nnscaler.tracing import Traced, trace

@@ -14,10 +14,10 @@ from op_registry.builtin import elementwise
 from op_registry.registry import facts_of
 
 import nnscaler
-from nnscaler.ir.gradient_flow import first_kept
+from nnscaler.ir.gradients_and_kept_values import first_kept
 from nnscaler.ir.graph import Operation
 from nnscaler.ir.operation_annotations import signatures
-from nnscaler.ir.placement import Choice, Split
+from nnscaler.ir.operation_placement import Choice, Split
 from nnscaler.planning.cluster.description import load_cluster
 from nnscaler.planning.constraints import all_of, sizes
 from nnscaler.planning.constraints.size_and_choice_constraints import Constraint

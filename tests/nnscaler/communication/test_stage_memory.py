@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from nnscaler.codegen.compiled_program import Program
 from nnscaler.compile import WantedPlan, compile_traced
-from nnscaler.ir.precision import Precision
+from nnscaler.ir.mixed_precision_dtypes import Precision
 from nnscaler.records_as_json import encode
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.sharded_parameter_gathers import WholeView

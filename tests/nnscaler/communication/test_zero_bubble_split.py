@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from nnscaler.communication.communicated_graph import CommunicatedGraph, Compute
 from nnscaler.communication.insert_conversions import materialise
 from nnscaler.communication.stage_memory_and_work import kept_bytes, kept_for_weights, stage_memory, stage_work
-from nnscaler.communication.zero_bubble_split import BOTH, statement_halves
+from nnscaler.communication.statements_of_backward_halves import BOTH, statement_halves
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.instructions import Instruction
 from nnscaler.ir.operation_annotations import signatures

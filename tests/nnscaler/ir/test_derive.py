@@ -18,7 +18,7 @@ from nnscaler.ir.derive_operand_layouts import (
     resolve,
 )
 from nnscaler.ir.operation_annotations import Signature, signature_of
-from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
+from nnscaler.ir.operation_placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
 from nnscaler.layout import INVARIANT, PARTIAL, REPLICATED, Partial, Sharded, State
 
 Shapes = list[tuple[int, ...]]

@@ -13,7 +13,7 @@ from op_registry.call import DType
 from op_registry.source_location import SourceLocation
 
 from nnscaler.ir.graph import Graph, LogicalTensor, Operation, Region, Slot
-from nnscaler.ir.text import print_graph
+from nnscaler.ir.print_graph import print_graph
 from tests.graph_text import parse_graph
 
 TEXT = """graph Tiny

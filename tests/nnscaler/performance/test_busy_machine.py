@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from nnscaler.performance.measure_operators import _warn_if_busy
+from nnscaler.performance.measure_operators_and_collectives import _warn_if_busy
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.jobs import measure_on_ranks

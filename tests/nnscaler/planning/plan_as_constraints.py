@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import Choice
+from nnscaler.ir.operation_placement import Choice
 from nnscaler.planning.constraints.size_and_choice_constraints import Constraint, all_of, sizes
 from nnscaler.scheduling.registry import planned_schedules
 from nnscaler.transform.complete_plan import choose

@@ -13,7 +13,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.derive_operand_layouts import input_states
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.operation_annotations import signatures
-from nnscaler.ir.placement import Choice, Split
+from nnscaler.ir.operation_placement import Choice, Split
 from nnscaler.layout import Axis, Sharded, State
 from nnscaler.planning.cluster.description import load_cluster
 from nnscaler.planning.constraints import (

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation_annotations import signatures
-from nnscaler.ir.placement import Choice, RunInvariant, RunReplicated, Split
+from nnscaler.ir.operation_placement import Choice, RunInvariant, RunReplicated, Split
 from nnscaler.planning.parse_axes import parse_spec
 from nnscaler.planning.plan_from_axes import make_plan
 from nnscaler.scheduling.given_orders import GivenOrder, kind_of_orders

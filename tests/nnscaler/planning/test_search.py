@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation_annotations import Signature, signatures
-from nnscaler.ir.placement import Choice
+from nnscaler.ir.operation_placement import Choice
 from nnscaler.planning import beam_search_axis_choices as search
 from nnscaler.planning.beam_search_axis_choices import Versions, cheapest_choices
 from nnscaler.planning.plan_from_axes import _options

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nnscaler.runtime.training.gradients.buckets import DivisionBucket
-from nnscaler.runtime.training.parameters_at_rest import Division, Slots, _side_by_side, join, unflattened
+from nnscaler.runtime.training.zero_1_2_and_master_weights import Division, Slots, _side_by_side, join, unflattened
 
 EVEN: Slots = (slice(0, 2), slice(2, 4), slice(4, 6))
 UNEVEN: Slots = (slice(0, 3), slice(3, 6), slice(0, 0))  # nothing is left for the last rank

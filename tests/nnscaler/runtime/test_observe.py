@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from nnscaler.runtime.training.observe_intermediate_tensors import instrument
+from nnscaler.runtime.training.instrument_role_source import instrument
 
 SOURCE = """
 class Stage:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nnscaler.runtime import ProgramError, Simulator, dtypes
-from nnscaler.runtime.training.autocast import dtype_named, in_precision, precision_of_run
+from nnscaler.runtime.training.autocast_on_any_device import dtype_named, in_precision, precision_of_run
 
 
 def test_dtypes_are_torchs_own_unless_the_run_has_a_precision() -> None:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import nnscaler
 import verify
 from nnscaler.codegen.compiled_program import Program
-from nnscaler.ir.text import print_graph
+from nnscaler.ir.print_graph import print_graph
 from nnscaler.runtime import ExecutorSettings, ProgramError, RankExecutor, Simulator
 from nnscaler.runtime.output_structure import describe, restore
 from nnscaler.runtime.program.import_role_and_user_files import load_role

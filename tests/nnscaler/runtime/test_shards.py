@@ -11,7 +11,7 @@ from nnscaler.layout import Invariant, Partial, Replicated, Sharded, State
 from nnscaler.runtime.cut_tensors import join_pieces, piece_of, pieces_of, place_piece
 from nnscaler.runtime.program.program_directory import describe_state
 from nnscaler.runtime.shards import assemble, local_shape, logical_coordinates, shard, unravel
-from nnscaler.runtime.tensor_values import bits_of, distance_of_copies, same_bits, same_values
+from nnscaler.runtime.tensor_bits_and_differences import bits_of, distance_of_copies, same_bits, same_values
 from tests.layouts import positions
 
 LAYOUTS: list[tuple[dict[str, State], dict[str, int], tuple[int, ...]]] = [

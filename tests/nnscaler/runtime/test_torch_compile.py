@@ -24,7 +24,7 @@ from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.executor_settings import ExecutorSettings
 from nnscaler.training.engine import Engine
 from nnscaler.training.program_on_rank import EngineSettings
-from nnscaler.training.recompilation import folder_of
+from nnscaler.training.programs_by_batch_size import folder_of
 from tests.sampling import only
 from tests.timings import WORDS, Small, program_of, sample, small_buckets, trained
 from verify.evidence.oracle.size_checked_kernels import CheckedKernels

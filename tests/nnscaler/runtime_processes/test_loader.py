@@ -14,7 +14,7 @@ import pytest
 import verify
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.program.import_role_and_user_files import UserFileError, letting_go, load_role, load_user_module
-from nnscaler.runtime.program.imports_of_user_files import own_names
+from nnscaler.runtime.program.resolve_shadowed_user_imports import own_names
 
 
 @pytest.fixture(autouse=True)

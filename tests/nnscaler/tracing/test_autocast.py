@@ -14,7 +14,7 @@ from torch.amp import autocast_mode
 from torch.nn import functional as F
 
 from nnscaler.errors import NnscalerError
-from nnscaler.runtime.training.autocast import autocast_on
+from nnscaler.runtime.training.autocast_on_any_device import autocast_on
 from nnscaler.tracing import trace
 
 Body = Callable[["Net", Tensor], Tensor]

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import nnscaler
 from nnscaler.compile import checkpoint_steps, with_checkpoints
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.text import print_graph
+from nnscaler.ir.print_graph import print_graph
 from nnscaler.tracing import trace
 from nnscaler.tracing.export import recompute_regions
 from nnscaler.transform.plan import Plan, RecomputeStep

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nnscaler.ir.text import print_graph
+from nnscaler.ir.print_graph import print_graph
 from nnscaler.tracing import run_graph, trace
 from tests.graph_invariants import check_graph
 from tests.graph_text import parse_graph

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.text import print_graph
+from nnscaler.ir.print_graph import print_graph
 from nnscaler.tracing.passes.decompositions import lower_attention_dropout, lower_picks
 from nnscaler.tracing.passes.lower_cross_entropy import lower_cross_entropy
 from nnscaler.tracing.passes.needs_grad_and_liveness import mark_needs_grad, remove_dead_code

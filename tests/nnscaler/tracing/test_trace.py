@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.text import print_graph
+from nnscaler.ir.print_graph import print_graph
 from nnscaler.tracing import Traced, run_graph, trace
 from tests.graph_invariants import check_graph
 from tests.graph_text import parse_graph

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import nnscaler
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.text import print_graph
+from nnscaler.ir.print_graph import print_graph
 from nnscaler.tracing import trace
 from tests.sampling import only
 from verify.programs.typing import check_program

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import nnscaler
 import verify
-from nnscaler.ir.text import print_graph
+from nnscaler.ir.print_graph import print_graph
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.training.engine import Engine
 from tests.graph_text import parse_graph

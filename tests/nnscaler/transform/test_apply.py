@@ -10,7 +10,7 @@ import pytest
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.placement import PartitionedGraph, RunInvariant, RunPartial, RunReplicated, Split
+from nnscaler.ir.operation_placement import PartitionedGraph, RunInvariant, RunPartial, RunReplicated, Split
 from nnscaler.layout import Sharded
 from nnscaler.transform.apply import apply_plan, make_stages, reorder
 from nnscaler.transform.complete_plan import batch_states, largest_micro_batches

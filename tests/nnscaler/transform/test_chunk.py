@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.placement import Chunk, PartitionedGraph, RunInvariant, Split
+from nnscaler.ir.operation_placement import Chunk, PartitionedGraph, RunInvariant, Split
 from nnscaler.layout import Invariant, Partial, Replicated, Sharded
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.carry_plan_between_traces import carry

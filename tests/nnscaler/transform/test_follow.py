@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import verify
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation_annotations import signatures
-from nnscaler.ir.placement import PartitionedGraph, RunInvariant, Split
+from nnscaler.ir.operation_placement import PartitionedGraph, RunInvariant, Split
 from nnscaler.tracing import trace
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.plan import Plan, ReplicateStep

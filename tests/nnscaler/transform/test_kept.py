@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nnscaler.ir.gradient_flow import kept_slots
+from nnscaler.ir.gradients_and_kept_values import kept_slots
 
 LINEAR = ((0, 2), (1, 2))  # of x, weight, bias: with either factor fixed
 

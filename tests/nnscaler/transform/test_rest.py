@@ -7,7 +7,7 @@ import torch
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.operation_annotations import signatures
-from nnscaler.ir.placement import Rest
+from nnscaler.ir.operation_placement import Rest
 from nnscaler.layout import INVARIANT, Layout, Sharded
 from nnscaler.tracing import trace
 from nnscaler.transform.apply import apply_plan

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from op_registry.annotation.bind_sizes import BoundAnnotation, BoundDim, BoundOperand
-from op_registry.bind_annotation import bind_call, localise
+from op_registry.bind_and_localise_call import bind_call, localise
 from op_registry.call import AxisShard, Call, DType, TensorArgument
 from op_registry.rank_expression import Expression
 from op_registry.registry import default_registry

@@ -16,7 +16,7 @@ import pytest
 from op_registry.annotation.bind_sizes import BoundAnnotation, bind
 from op_registry.annotation.splits import splittable
 from op_registry.annotation.syntax_tree import UNSPLIT
-from op_registry.bind_annotation import linear_sets
+from op_registry.bind_and_localise_call import linear_sets
 from op_registry.call import AxisShard
 from op_registry.errors import AnnotationError
 from op_registry.samples import Sample

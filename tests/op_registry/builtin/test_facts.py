@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from op_registry.bind_annotation import bind_call, linear_sets
+from op_registry.bind_and_localise_call import bind_call, linear_sets
 from op_registry.builtin import SPECS
 from op_registry.call import Call
 from op_registry.infer_torch_schema import has_default_dtype, is_factory, may_draw, overload_of, schema_of

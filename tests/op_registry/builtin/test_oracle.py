@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from op_registry.bind_annotation import linear_sets
+from op_registry.bind_and_localise_call import linear_sets
 from op_registry.call import AxisShard, Call
 from op_registry.samples.sample import F, I, S, Sample
 from op_registry.spec import Shards

@@ -10,7 +10,7 @@ import torch
 from op_registry.annotation.bind_sizes import BoundAnnotation, BoundOperand
 from op_registry.annotation.splits import shard_of
 from op_registry.annotation.syntax_tree import UNSPLIT
-from op_registry.bind_annotation import linear_sets
+from op_registry.bind_and_localise_call import linear_sets
 from op_registry.samples import SAMPLES
 from op_registry.samples.sample import Sample
 

@@ -11,7 +11,7 @@ from nnscaler.cli.commands.verify_external import external_request
 from nnscaler.cli.commands.verify_plan import plan_request
 from nnscaler.cli.main import build_parser
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.precision import FLOATS
+from nnscaler.ir.mixed_precision_dtypes import FLOATS
 from nnscaler.plan_source import plan_source
 from nnscaler.planning.auto_plan_request import AutoPlan
 from tests.verify.gate.results import report

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from op_registry.bind_annotation import bind_call, linear_sets
+from op_registry.bind_and_localise_call import bind_call, linear_sets
 from op_registry.call import Call, TensorArgument
 from op_registry.registry import default_registry
 from op_registry.source_location import SourceLocation
@@ -17,7 +17,7 @@ from op_registry.spec import OperatorSpec
 from nnscaler.compile import WantedPlan, make
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import Choice, PartitionedGraph
+from nnscaler.ir.operation_placement import Choice, PartitionedGraph
 from nnscaler.transform.apply import apply_plan
 from tests.traced_examples import traced
 from verify.programs.lemmas import LemmaResult, prove_obligations

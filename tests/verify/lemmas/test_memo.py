@@ -18,7 +18,7 @@ from op_registry.call import Call, TensorArgument
 from op_registry.registry import default_registry
 from op_registry.spec import Shards
 
-from nnscaler.ir.placement import RunReplicated, Split
+from nnscaler.ir.operation_placement import RunReplicated, Split
 from tests.verify.lemmas.planted import SECONDS, called, floats, stated, users
 from verify.operators.run.cache import Cache
 from verify.programs.lemmas import LemmaResult, Memo, check_claims, prove_obligations

@@ -13,7 +13,7 @@ from op_registry.call import Call
 from op_registry.registry import default_registry
 from op_registry.spec import OperatorSpec, Shards
 
-from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
+from nnscaler.ir.operation_placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
 from tests.sampling import every
 from tests.verify.lemmas.planted import called, floats, integers, proved, stated, users
 from verify.programs.lemmas import LemmaResult

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nnscaler.ir.placement import Choice, RunInvariant, RunReplicated, Split
+from nnscaler.ir.operation_placement import Choice, RunInvariant, RunReplicated, Split
 from tests.verify.lemmas.planted import called, floats, proved, stated, users
 from tests.verify.size_branches import WrongBackwardIfWide, centred_by_step, centred_from, centred_where_long
 from verify.programs.lemmas import LemmaResult, hangs_on_sizes

@@ -10,7 +10,7 @@ import torch
 from op_registry.call import TensorArgument
 
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import Split
+from nnscaler.ir.operation_placement import Split
 from tests.verify.lemmas.planted import called, floats, integers, proved, stated, users
 from verify.programs.lemmas.small_call import LARGEST, represent
 from verify.programs.lemmas.stand_in_calls_and_tensors import Unrepresented

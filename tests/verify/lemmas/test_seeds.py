@@ -11,7 +11,7 @@ from op_registry.call import TensorArgument
 from op_registry.registry import default_registry
 
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.placement import RunPartial, Split
+from nnscaler.ir.operation_placement import RunPartial, Split
 from tests.verify.lemmas.planted import SECONDS, called, floats, integers, stated
 from verify.programs.lemmas import LemmaResult, prove_obligations
 from verify.programs.lemmas.small_call import represent

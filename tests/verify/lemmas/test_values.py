@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nnscaler.ir.placement import Split
+from nnscaler.ir.operation_placement import Split
 from tests.verify.lemmas.planted import called, floats, proved, stated, users
 from tests.verify.value_branches import RIGHT, WRONG, Operator, never_on_the_other_side, where_few_are_large
 from verify.programs.lemmas import LemmaResult

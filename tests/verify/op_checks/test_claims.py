@@ -18,7 +18,7 @@ from op_registry.registry import default_registry
 from op_registry.samples.sample import F, I, S, U
 from op_registry.spec import OperatorSpec, Refusal, Shards
 
-from nnscaler.ir.placement import RunPartial, Split
+from nnscaler.ir.operation_placement import RunPartial, Split
 from tests.sampling import every
 from verify.evidence.inputs.draw_values import varied
 from verify.evidence.oracle.annotation_claims import SAID, claims_of, exercised_by

@@ -21,7 +21,7 @@ from torch.distributed import is_initialized
 from op_registry.source_location import SourceLocation
 from op_registry.spec import OperatorSpec
 
-from nnscaler.ir.placement import Split
+from nnscaler.ir.operation_placement import Split
 from tests.verify import stateful_operators
 from tests.verify.lemmas.planted import called, floats, proved, stated
 from verify.evidence.inputs.concrete_call import make_call

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from op_registry.bind_annotation import bind_call, linear_sets
+from op_registry.bind_and_localise_call import bind_call, linear_sets
 from op_registry.spec import OperatorSpec, SchemaParameter
 
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import RunPartial, Split
+from nnscaler.ir.operation_placement import RunPartial, Split
 from verify.evidence.dimension_types.prove import Proof, prove
 from verify.evidence.inputs.concrete_call import ConcreteCall, make_call, outputs_of, with_outputs, with_tensors
 

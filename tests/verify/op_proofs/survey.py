@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from op_registry.bind_annotation import bind_call, linear_sets
+from op_registry.bind_and_localise_call import bind_call, linear_sets
 from op_registry.samples import samples_of
 from op_registry.spec import OperatorSpec
 

@@ -12,7 +12,7 @@ from op_registry.call import AxisShard, Call
 from op_registry.rank_expression import local_size
 from op_registry.spec import OperatorSpec, Refusal, SchemaParameter, Shards
 
-from nnscaler.ir.placement import Split
+from nnscaler.ir.operation_placement import Split
 from tests.verify.op_proofs.proving import floats, signature_of
 from verify.evidence.dimension_types.localize_hooks_on_irregular_shards import left_alone
 from verify.evidence.dimension_types.prove import Proof, prove

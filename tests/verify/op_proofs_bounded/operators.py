@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from op_registry.bind_annotation import bind_call, linear_sets
+from op_registry.bind_and_localise_call import bind_call, linear_sets
 from op_registry.registry import default_registry
 from op_registry.samples import Sample, samples_of
 from op_registry.spec import OperatorSpec

@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.placement import Split
+from nnscaler.ir.operation_placement import Split
 from verify.evidence.inputs.find_operator import record_of
 from verify.evidence.oracle.case_runner import OperatorRunner
 from verify.evidence.oracle.enumerate_cases import bases

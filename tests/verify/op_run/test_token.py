@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.placement import Choice, RunPartial, Split
+from nnscaler.ir.operation_placement import Choice, RunPartial, Split
 from verify.evidence.split_case import Inputs, SplitCase
 from verify.evidence.verify_op_options import KINDS, OpOptions
 from verify.operators.run.replay import find_job, replay, token_of

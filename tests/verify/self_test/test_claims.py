@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nnscaler.ir.placement import Split
+from nnscaler.ir.operation_placement import Split
 from nnscaler.layout import PARTIAL, REPLICATED, Partial, Sharded
 from verify.evidence.oracle.case_runner import OperatorRunner
 from verify.evidence.split_case import Inputs

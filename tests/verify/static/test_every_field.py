@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import nnscaler
 from nnscaler.codegen.compiled_program import Program
-from nnscaler.ir.precision import Precision
+from nnscaler.ir.mixed_precision_dtypes import Precision
 from nnscaler.manifest import Manifest, read_manifest
 from nnscaler.runtime import stage_base_class
 from nnscaler.transform.plan import ChunkStep

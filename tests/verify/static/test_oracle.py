@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from op_registry.bind_annotation import localise
+from op_registry.bind_and_localise_call import localise
 from op_registry.call import AxisArgument, TensorArgument
 from op_registry.samples import SAMPLES
 from op_registry.spec import Refusal
@@ -23,7 +23,7 @@ from nnscaler.ir.conversion_table_and_paths import explain_illegal, shape_of_ran
 from nnscaler.ir.derive_operand_layouts import explain_illegal_choices, input_states, output_states, shards_of
 from nnscaler.ir.graph import Graph, LogicalTensor, Operation, Slot
 from nnscaler.ir.operation_annotations import Signature, signatures
-from nnscaler.ir.placement import Choice, RunPartial, Split
+from nnscaler.ir.operation_placement import Choice, RunPartial, Split
 from nnscaler.layout import INVARIANT, Partial, Sharded, State
 from tests.layouts import gradient_of, positions
 from tests.op_registry.builtin.oracle import Whole, as_leaf, close, gradients, random_parts, run, whole

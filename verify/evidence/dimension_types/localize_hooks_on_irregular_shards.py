@@ -14,7 +14,7 @@ from itertools import product
 from math import gcd, prod
 from typing import Any
 
-from op_registry.bind_annotation import bind_call
+from op_registry.bind_and_localise_call import bind_call
 from op_registry.call import Call, TensorArgument
 from op_registry.errors import AnnotationError
 from op_registry.rank_expression import Expression
@@ -22,7 +22,7 @@ from op_registry.spec import Refusal
 
 from nnscaler.ir.derive_operand_layouts import explain_illegal_choice, shards_of
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import Split
+from nnscaler.ir.operation_placement import Split
 from verify.evidence.dimension_types.localized_call_as_whole_call import (
     NoProof,
     content,

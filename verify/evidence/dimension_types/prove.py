@@ -23,7 +23,7 @@ from op_registry.spec import OperatorSpec
 
 from nnscaler.ir.derive_operand_layouts import input_states, output_states
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import Choice, RunPartial, Split
+from nnscaler.ir.operation_placement import Choice, RunPartial, Split
 from nnscaler.layout import Invariant, Partial, Replicated, Sharded, gradient_state
 from nnscaler.layout import State as Layout
 from verify.evidence.dimension_types.check_size_guards_on_shards import equals, granted

@@ -17,7 +17,7 @@ from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from op_registry.annotation.bind_sizes import BoundAnnotation
-from op_registry.bind_annotation import size_arguments
+from op_registry.bind_and_localise_call import size_arguments
 from op_registry.call import Call, TensorArgument, map_instances
 
 from nnscaler.ir.operation_annotations import Signature

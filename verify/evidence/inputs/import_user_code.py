@@ -11,8 +11,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 
-from nnscaler.error_text import in_one_line
 from nnscaler.errors import GUARD_MAIN, NnscalerError, exit_call
+from nnscaler.exception_in_one_line import in_one_line
 from nnscaler.is_user_file import is_users
 from nnscaler.model_file import user_frame
 

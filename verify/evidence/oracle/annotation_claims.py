@@ -13,12 +13,12 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from op_registry.bind_annotation import named_values
+from op_registry.bind_and_localise_call import named_values
 from op_registry.call import TensorArgument
 
 from nnscaler.ir.derive_operand_layouts import explain_illegal_choice
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import Choice, RunPartial, Split
+from nnscaler.ir.operation_placement import Choice, RunPartial, Split
 from verify.evidence.split_case import SplitCase
 from verify.evidence.verify_op_options import Safeguards
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from op_registry.annotation.well_formed import parse_checked
-from op_registry.bind_annotation import bind_call, linear_sets, size_arguments
+from op_registry.bind_and_localise_call import bind_call, linear_sets, size_arguments
 from op_registry.call import Call, dtype_name
 from op_registry.registry import default_registry
 from op_registry.samples import samples_of
@@ -22,8 +22,8 @@ from op_registry.spec import OperatorSpec, Refusal
 from nnscaler.ir.conversion_table_and_paths import explain_illegal
 from nnscaler.ir.derive_operand_layouts import explain_illegal_choice
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import Split
-from nnscaler.runtime.training.autocast import AskedDtypes
+from nnscaler.ir.operation_placement import Split
+from nnscaler.runtime.training.autocast_on_any_device import AskedDtypes
 from verify.evidence.inputs.concrete_call import ConcreteCall, function_of, with_outputs, with_tensors
 from verify.evidence.inputs.draw_calls import builtin_call, choose_sizes, from_annotation, resize, sample_calls
 from verify.evidence.inputs.draw_values import refill, varied, with_sentinels

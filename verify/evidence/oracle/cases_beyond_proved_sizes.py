@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from op_registry.errors import AnnotationError
 from op_registry.numbers_in_user_code import deciding_numbers_in, numbers_in
 
-from nnscaler.error_text import first_line
+from nnscaler.exception_in_one_line import first_line
 from nnscaler.training.functional_optimizer import Update
 from verify.evidence.operator_trace import Observer
 from verify.evidence.oracle.annotation_claims import Target, choice_of, split_by

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from op_registry.spec import Refusal
 
-from nnscaler.ir.placement import Split
+from nnscaler.ir.operation_placement import Split
 from verify.evidence.oracle.annotation_claims import Claimed, exercised_by
 from verify.evidence.oracle.case_runner import CaseResult, Declined, OperatorRunner, WholeRaised
 from verify.evidence.oracle.enumerate_cases import Enumerator, Target

@@ -11,7 +11,7 @@ import time
 import torch
 from torch import Tensor
 
-from nnscaler.error_text import in_one_line
+from nnscaler.exception_in_one_line import in_one_line
 from verify.evidence.oracle.case_runner import OperatorRunner, Prepared
 from verify.evidence.oracle.enumerate_cases import Base, Enumerator
 from verify.evidence.oracle.run_whole_operator import run_whole

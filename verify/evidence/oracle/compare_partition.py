@@ -14,17 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from op_registry.bind_annotation import localise
+from op_registry.bind_and_localise_call import localise
 from op_registry.call import AxisArgument, Call
 
 from nnscaler.ir.conversion_table_and_paths import shape_of_rank
 from nnscaler.ir.derive_operand_layouts import input_states, output_states, shards_of
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import Choice
+from nnscaler.ir.operation_placement import Choice
 from nnscaler.layout import Partial, Prefix, Sharded, State, gradient_state
 from nnscaler.runtime.communication.communicator import CommunicationError, Communicator
 from nnscaler.runtime.communication.simulator import Simulator
-from nnscaler.runtime.tensor_values import TensorDifference, difference, family_scale, largest
+from nnscaler.runtime.tensor_bits_and_differences import TensorDifference, difference, family_scale, largest
 from verify.evidence.inputs.concrete_call import function_of, outputs_of, plain_of, with_tensors
 from verify.evidence.inputs.cut_and_join_operands import Lay, gather, groups_of, lay_of, local_shape, ranks_of, spread
 from verify.evidence.oracle.deliberately_wrong_results import Variant, variants_of

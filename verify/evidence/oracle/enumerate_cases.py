@@ -18,10 +18,10 @@ from op_registry.annotation.well_formed import parse_checked
 from op_registry.numbers_in_user_code import numbers_in
 from op_registry.spec import OperatorSpec
 
-from nnscaler.error_text import in_one_line
 from nnscaler.errors import AnnotationError
+from nnscaler.exception_in_one_line import in_one_line
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import Choice, Split
+from nnscaler.ir.operation_placement import Choice, Split
 from verify.evidence.inputs.draw_calls import (
     OTHER_DIMS,
     SECOND_SIZE,

@@ -17,8 +17,8 @@ import torch
 from op_registry.annotation.syntax_tree import Annotation, Operand
 from op_registry.annotation.well_formed import parse_checked
 
-from nnscaler.error_text import in_one_line
 from nnscaler.errors import AnnotationError
+from nnscaler.exception_in_one_line import in_one_line
 from verify.evidence.inputs.draw_calls import SPLIT_SIZE, Style, choose_sizes, identifiers_of
 from verify.evidence.oracle.case_runner import OperatorRunner, WholeRaised
 from verify.evidence.oracle.run_whole_operator import WholeRun, run_whole

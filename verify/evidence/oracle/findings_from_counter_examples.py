@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from op_registry.annotation.bind_sizes import BoundAnnotation
 from op_registry.spec import OperatorSpec
 
-from nnscaler.error_text import first_line
 from nnscaler.errors import AnnotationError
-from nnscaler.ir.placement import Choice, RunPartial, Split
+from nnscaler.exception_in_one_line import first_line
+from nnscaler.ir.operation_placement import Choice, RunPartial, Split
 from verify.evidence.oracle.annotation_claims import Claimed, split_by, target_text
 from verify.evidence.oracle.case_runner import CaseResult
 from verify.evidence.oracle.check_by_cases import one_way

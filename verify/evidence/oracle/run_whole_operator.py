@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nnscaler.layout import State
 from nnscaler.runtime.stage_base_class import RunContext
-from nnscaler.runtime.tensor_values import family_scale, is_finite
+from nnscaler.runtime.tensor_bits_and_differences import family_scale, is_finite
 from verify.evidence.inputs.concrete_call import ConcreteCall, outputs_of, plain_of, with_tensors
 from verify.evidence.inputs.draw_values import as_special
 

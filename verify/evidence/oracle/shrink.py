@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.placement import Split
+from nnscaler.ir.operation_placement import Split
 from verify.evidence.oracle.case_runner import CaseResult, OperatorRunner, WholeRaised
 from verify.evidence.split_case import SplitCase
 

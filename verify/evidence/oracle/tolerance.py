@@ -17,7 +17,13 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from nnscaler.runtime.tensor_values import FAMILY_SHARE, as_real, is_finite, largest_beside_fill, largest_finite
+from nnscaler.runtime.tensor_bits_and_differences import (
+    FAMILY_SHARE,
+    as_real,
+    is_finite,
+    largest_beside_fill,
+    largest_finite,
+)
 from verify.evidence.oracle.run_whole_operator import WholeRun
 
 UNITS = 64.0  # the worst of 23,000 correct float64 cases was 14 units of the largest value

@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 
-from nnscaler.ir.placement import Choice
+from nnscaler.ir.operation_placement import Choice
 from verify.evidence.oracle.tolerance import CEILING, NOISE_FACTOR, UNITS
 from verify.evidence.smt.choice_equations import (
     Claims,

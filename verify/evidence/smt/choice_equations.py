@@ -12,14 +12,14 @@ from math import prod
 import numpy as np
 import torch
 
-from op_registry.bind_annotation import localise
+from op_registry.bind_and_localise_call import localise
 from op_registry.call import Call, TensorArgument
 from op_registry.rank_expression import depends_on_rank
 from op_registry.spec import OperatorSpec
 
 from nnscaler.ir.derive_operand_layouts import input_states, output_states, shards_of
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import Choice
+from nnscaler.ir.operation_placement import Choice
 from nnscaler.layout import Partial, Sharded, State, gradient_state
 from nnscaler.runtime.cut_tensors import pieces_of
 from verify.evidence.inputs.concrete_call import ConcreteCall, function_of, with_tensors

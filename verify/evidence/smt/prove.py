@@ -15,14 +15,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from op_registry.bind_annotation import bind_call, linear_sets
+from op_registry.bind_and_localise_call import bind_call, linear_sets
 from op_registry.call import Call, TensorArgument
 from op_registry.spec import OperatorSpec, Refusal
 
-from nnscaler.error_text import first_line, in_one_line
+from nnscaler.exception_in_one_line import first_line, in_one_line
 from nnscaler.ir.derive_operand_layouts import explain_illegal_choice
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import Choice, RunPartial, Split
+from nnscaler.ir.operation_placement import Choice, RunPartial, Split
 from verify.evidence.inputs.concrete_call import ConcreteCall
 from verify.evidence.smt.check_choice import BoundedResult, check
 from verify.evidence.smt.choice_equations import TracedCall, trace_whole

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from op_registry.annotation.bind_sizes import BoundAnnotation, BoundOperand
-from op_registry.bind_annotation import size_arguments
+from op_registry.bind_and_localise_call import size_arguments
 from op_registry.call import Call, TensorArgument
 from op_registry.spec import OperatorSpec
 

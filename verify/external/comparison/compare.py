@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nnscaler.errors import few
-from nnscaler.runtime.tensor_values import (
+from nnscaler.runtime.tensor_bits_and_differences import (
     FAMILY_SHARE,
     FILL,
     as_real,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from nnscaler.runtime.tensor_values import largest
+from nnscaler.runtime.tensor_bits_and_differences import largest
 from verify.external.comparison.comparison_records import ProgramRun
 from verify.external.observe_rank_run import RankRecord
 from verify.external.parameter_mapping import RankPiece

@@ -9,7 +9,7 @@ from itertools import chain, combinations
 import torch
 from torch import Tensor
 
-from nnscaler.runtime.tensor_values import difference
+from nnscaler.runtime.tensor_bits_and_differences import difference
 from verify.external.comparison.comparison_records import ComparisonResult, Difference, ProgramRun
 from verify.external.comparison.reference_in_parts_and_noise import MEAN_OF_MEANS, cause_by_micro_batches
 from verify.external.reference import data_part, mean_of

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from nnscaler.errors import NnscalerError
-from nnscaler.runtime.tensor_values import difference
+from nnscaler.runtime.tensor_bits_and_differences import difference
 from verify.external.program import ExternalProgram
 from verify.external.reference import (
     PieceOfStep,

@@ -15,7 +15,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from nnscaler.runtime.tensor_values import largest
+from nnscaler.runtime.tensor_bits_and_differences import largest
 from verify.external.comparison.comparison_records import ProgramRun
 from verify.external.parameter_mapping import RankPiece, StateMap, addresses_as_tensor
 from verify.programs.causes.explain_wrong_values import cause_of

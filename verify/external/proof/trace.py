@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nnscaler.error_text import in_one_line
+from nnscaler.exception_in_one_line import in_one_line
 from nnscaler.layout import Axis
 from nnscaler.layout import DeviceMesh as Ranks
 from nnscaler.runtime.nested_values import leaves_of, map_tensors

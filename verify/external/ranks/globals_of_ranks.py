@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from nnscaler.global_random_generators import States, set_states, states
 from nnscaler.is_user_file import is_users
-from nnscaler.random_generators import States, set_states, states
 from verify.external.ranks.torch_private import rank_attributes
 
 VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")

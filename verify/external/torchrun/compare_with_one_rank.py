@@ -9,8 +9,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from nnscaler.error_text import first_line
-from nnscaler.runtime.tensor_values import FLOAT64_BOUND, difference, distance_of_copies, is_finite, is_whole, same_bits
+from nnscaler.exception_in_one_line import first_line
+from nnscaler.runtime.tensor_bits_and_differences import (
+    FLOAT64_BOUND,
+    difference,
+    distance_of_copies,
+    is_finite,
+    is_whole,
+    same_bits,
+)
 from verify.external.comparison.compare import LATE, compare
 from verify.external.comparison.comparison_records import ComparisonResult, Difference, PartGradients, ProgramRun
 from verify.external.comparison.findings_from_differences import findings

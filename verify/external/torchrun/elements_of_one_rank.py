@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from nnscaler.runtime.tensor_values import same_values
+from nnscaler.runtime.tensor_bits_and_differences import same_values
 from verify.external.parameter_mapping import Addresses, Lookup, StateMap, addresses_as_tensor, taken
 from verify.external.torchrun.watched_script_record import HeldInScript, ScriptRecord
 

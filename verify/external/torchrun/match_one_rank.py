@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nnscaler.errors import few
-from nnscaler.runtime.tensor_values import same_values
+from nnscaler.runtime.tensor_bits_and_differences import same_values
 from verify.external.observe_rank_run import ObservedStep, RankRecord
 from verify.external.parameter_mapping import Addresses, RankPiece, StateMap
 from verify.external.program import ExternalProgram

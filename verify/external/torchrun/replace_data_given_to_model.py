@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from nnscaler.is_user_file import OURS, beside
 from nnscaler.runtime.nested_values import map_tensors, tensors_in
-from nnscaler.runtime.tensor_values import FLOAT64_BOUND, difference, is_whole
+from nnscaler.runtime.tensor_bits_and_differences import FLOAT64_BOUND, difference, is_whole
 from nnscaler.tracing.float64_run import without_drop
 from verify.external.parameter_mapping import local_value
 from verify.external.torchrun.cuda_on_cpu import Tell, without_gpu

@@ -20,8 +20,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import ceil, inf, isclose, isfinite, log2
 
-from nnscaler.error_text import first_line
 from nnscaler.errors import few
+from nnscaler.exception_in_one_line import first_line
 from verify.external.comparison.compare import LATE
 from verify.external.comparison.comparison_records import ComparisonResult
 from verify.external.comparison.findings_from_differences import findings

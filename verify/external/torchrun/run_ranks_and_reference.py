@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nnscaler.atomic_writes import save_tensors
-from nnscaler.error_text import in_one_line
+from nnscaler.exception_in_one_line import in_one_line
 from verify.child_processes import Died, Done, Event, Note, Task, run_forked
 from verify.external.ranks.run_ranks_here_or_in_child import run_ranks
 from verify.external.ranks.torch_private import FileStore, bare_gloo

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from nnscaler.random_generators import seed_all
+from nnscaler.global_random_generators import seed_all
 from verify.external.comparison.reference_in_parts_and_noise import PARTS
 from verify.external.ranks.attention_and_float64_of_torch import register_attention
 from verify.external.ranks.torch_private import FileStore, checked_messages

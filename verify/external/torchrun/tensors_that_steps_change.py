@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
-from nnscaler.runtime.tensor_values import as_real
+from nnscaler.runtime.tensor_bits_and_differences import as_real
 from verify.external.observe_rank_run import local_gradient, unread_by
 from verify.external.parameter_mapping import Addresses, StateMap, claimed, clean_name, layout_words, local_value
 from verify.external.ranks.torch_private import flat_shards, resting_shards

@@ -12,8 +12,8 @@ import torch
 
 from op_registry.call import dtype_name
 
-from nnscaler.error_text import first_line
 from nnscaler.errors import few
+from nnscaler.exception_in_one_line import first_line
 from verify.external.ranks.attention_and_float64_of_torch import exact_throughout
 from verify.external.ranks.run_result import RanksFailed
 from verify.external.torchrun.compare_with_one_rank import SAID, Judged, judge

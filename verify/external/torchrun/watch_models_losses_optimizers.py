@@ -22,7 +22,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from torch.utils.data import DataLoader
 
 from nnscaler.errors import few
-from nnscaler.runtime.training.autocast import autocast_on
+from nnscaler.runtime.training.autocast_on_any_device import autocast_on
 from nnscaler.tracing.float64_run import exact, exact_tensor
 from verify.external.observe_rank_run import changed, local_gradient, note_on_hooks, whole_scalar
 from verify.external.torchrun.cuda_on_cpu import left_as_filled, replaced

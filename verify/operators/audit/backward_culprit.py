@@ -18,7 +18,7 @@ from torch import Tensor
 
 from op_registry.spec import OperatorSpec
 
-from nnscaler.runtime.tensor_values import difference, largest
+from nnscaler.runtime.tensor_bits_and_differences import difference, largest
 from verify.evidence.inputs.concrete_call import ConcreteCall, make_call, outputs_of, with_tensors
 from verify.evidence.oracle.run_whole_operator import gradients_of
 from verify.operators.audit.central_differences import (

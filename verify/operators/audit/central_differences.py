@@ -20,8 +20,8 @@ from torch import Tensor
 
 from op_registry.call import Call
 
-from nnscaler.runtime.tensor_values import is_finite
-from nnscaler.runtime.training.autocast import AskedDtypes
+from nnscaler.runtime.tensor_bits_and_differences import is_finite
+from nnscaler.runtime.training.autocast_on_any_device import AskedDtypes
 from verify.evidence.inputs.concrete_call import outputs_of, with_tensors
 from verify.evidence.oracle.run_whole_operator import gradients_of
 

@@ -21,8 +21,8 @@ from op_registry.call import dtype_name
 from op_registry.numbers_in_user_code import numbers_in
 from op_registry.spec import OperatorSpec
 
-from nnscaler.error_text import in_one_line
-from nnscaler.runtime.tensor_values import TensorDifference, difference, family_scale
+from nnscaler.exception_in_one_line import in_one_line
+from nnscaler.runtime.tensor_bits_and_differences import TensorDifference, difference, family_scale
 from verify.evidence.inputs.concrete_call import ConcreteCall, function_of
 from verify.operators.audit.backward_culprit import Blame, find_wrong
 from verify.operators.audit.backward_in_narrow_dtypes import Deviation, deviation

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 import op_registry.register
-from op_registry.bind_annotation import bind_call
+from op_registry.bind_and_localise_call import bind_call
 from op_registry.spec import OperatorSpec
 
 import nnscaler
 from nnscaler.is_user_file import is_users
-from nnscaler.runtime.tensor_values import difference
+from nnscaler.runtime.tensor_bits_and_differences import difference
 from verify.evidence.inputs.concrete_call import ConcreteCall
 from verify.evidence.inputs.draw_calls import resize
 from verify.evidence.inputs.import_user_code import end_where_loaded_anew, load_anew

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nnscaler.error_text import in_one_line
+from nnscaler.exception_in_one_line import in_one_line
 from verify.evidence.inputs.concrete_call import ConcreteCall
 from verify.operators.audit.watch_effects_on_tensors import BackwardRaised, Facts, Watched, apart_in_float64, watch
 

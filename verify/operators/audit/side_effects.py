@@ -28,8 +28,8 @@ from torch import Tensor
 
 from op_registry.spec import OperatorSpec
 
-from nnscaler.error_text import in_one_line
-from nnscaler.random_generators import generators_kept, moved, seed_all, states
+from nnscaler.exception_in_one_line import in_one_line
+from nnscaler.global_random_generators import generators_kept, moved, seed_all, states
 from verify.evidence.inputs.concrete_call import ConcreteCall, function_of
 from verify.evidence.oracle.run_whole_operator import as_leaves
 from verify.operators.audit.earlier_call_dependence import depends_on_history

@@ -14,8 +14,8 @@ from torch import Tensor
 from op_registry.call import Call, TensorArgument
 from op_registry.spec import OperatorSpec
 
-from nnscaler.runtime.tensor_values import difference, family_scale, same_values
-from nnscaler.runtime.training.autocast import AskedDtypes
+from nnscaler.runtime.tensor_bits_and_differences import difference, family_scale, same_values
+from nnscaler.runtime.training.autocast_on_any_device import AskedDtypes
 from verify.evidence.inputs.concrete_call import ConcreteCall, outputs_of, with_tensors
 from verify.evidence.oracle.case_runner import NARROW
 from verify.evidence.oracle.run_whole_operator import as_leaves, draw_cotangent, gradients_of

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from op_registry.spec import OperatorSpec
 
-from nnscaler.runtime.tensor_values import FAMILY_SHARE
+from nnscaler.runtime.tensor_bits_and_differences import FAMILY_SHARE
 from nnscaler.training.functional_optimizer import Update
 from verify.evidence.inputs.cut_and_join_operands import Lay, spread
 from verify.evidence.oracle.case_runner import OperatorRunner, Prepared

@@ -28,7 +28,7 @@ from torch._library.custom_ops import OPDEFS, CustomOpDef
 from op_registry.numbers_in_user_code import names_in
 from op_registry.spec import OperatorSpec
 
-from nnscaler.runtime.tensor_values import bits_of
+from nnscaler.runtime.tensor_bits_and_differences import bits_of
 from verify.operators.run.code_identified_by_version import (
     DESCRIPTORS,
     NATIVE,

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.placement import Choice, RunPartial, Split
+from nnscaler.ir.operation_placement import Choice, RunPartial, Split
 from verify.child_processes import Note
 from verify.evidence.oracle.case_runner import CaseResult, OperatorRunner, WholeRaised
 from verify.evidence.oracle.enumerate_cases import Base, Target, Unusable, bases

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from shlex import quote
 from typing import Any, get_args
 
-from nnscaler.ir.placement import Choice, RunPartial, Split
+from nnscaler.ir.operation_placement import Choice, RunPartial, Split
 from nnscaler.records_as_json import with_tuples
 from verify.evidence.split_case import Inputs, SplitCase
 from verify.evidence.verify_op_options import Kind

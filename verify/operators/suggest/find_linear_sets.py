@@ -17,7 +17,7 @@ from torch import Tensor
 
 from op_registry.call import Call, DType, instances_in
 
-from nnscaler.runtime.tensor_values import is_finite, is_whole, largest
+from nnscaler.runtime.tensor_bits_and_differences import is_finite, is_whole, largest
 from verify.evidence.inputs.concrete_call import ConcreteCall, outputs_of, with_tensors
 from verify.evidence.inputs.draw_values import random_terms, refill
 from verify.evidence.oracle.run_whole_operator import as_leaves, draw_cotangent, gradients_of

@@ -21,7 +21,7 @@ from op_registry.spec import OperatorSpec
 
 from nnscaler.errors import AnnotationError, NnscalerError
 from nnscaler.layout import Sharded
-from nnscaler.runtime.tensor_values import is_finite
+from nnscaler.runtime.tensor_bits_and_differences import is_finite
 from verify.evidence.inputs.concrete_call import ConcreteCall, function_of
 from verify.evidence.inputs.draw_calls import sample_calls
 from verify.evidence.oracle.size_checked_kernels import checked_kernels

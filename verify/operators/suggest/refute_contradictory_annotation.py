@@ -17,10 +17,10 @@ from op_registry.annotation.parser import parse
 from op_registry.annotation.syntax_tree import Identifier, Operand
 from op_registry.annotation.well_formed import with_marks
 
-from nnscaler.error_text import first_line
 from nnscaler.errors import AnnotationError, NnscalerError
-from nnscaler.ir.placement import Split
-from nnscaler.runtime.tensor_values import difference, largest
+from nnscaler.exception_in_one_line import first_line
+from nnscaler.ir.operation_placement import Split
+from nnscaler.runtime.tensor_bits_and_differences import difference, largest
 from verify.evidence.inputs.concrete_call import outputs_of
 from verify.evidence.inputs.cut_and_join_operands import spread
 from verify.evidence.inputs.find_operator import find_operator

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nnscaler.layout import PARTIAL, REPLICATED, Partial, Sharded, State
 from nnscaler.runtime.cut_tensors import join_pieces, pieces_of
-from nnscaler.runtime.tensor_values import FLOAT64_BOUND, difference, is_finite, is_whole
+from nnscaler.runtime.tensor_bits_and_differences import FLOAT64_BOUND, difference, is_finite, is_whole
 from verify.evidence.inputs.draw_values import random_terms, refill
 from verify.evidence.verify_op_options import Kind
 from verify.operators.suggest.call_template import Number, Outputs, Question

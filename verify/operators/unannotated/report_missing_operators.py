@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from op_registry.registry import Registry, default_registry
 from op_registry.spec import AnnotationFunction, OperatorSpec
 
-from nnscaler.error_text import in_one_line
+from nnscaler.exception_in_one_line import in_one_line
 from nnscaler.ir.graph import Graph, Operation, as_call
 from nnscaler.ir.operation_annotations import Signature, signatures
 from nnscaler.planning.plan_from_axes import tensor_parallel

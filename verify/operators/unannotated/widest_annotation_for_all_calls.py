@@ -17,8 +17,8 @@ from op_registry.call import Call, DType, TensorArgument
 from op_registry.infer_torch_schema import SchemaError, infer_schema
 from op_registry.spec import AnnotationFunction, OperatorSpec
 
-from nnscaler.error_text import first_line, in_one_line
 from nnscaler.errors import AnnotationError, NnscalerError
+from nnscaler.exception_in_one_line import first_line, in_one_line
 from nnscaler.is_user_file import is_installed
 from verify.evidence.inputs.concrete_call import function_of
 from verify.operators.suggest.ask_oracle import report_on, with_annotation

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nnscaler.layout import IN_STEP, Invariant, Sharded, State
 from nnscaler.runtime.shards import local_shape, shard
-from nnscaler.runtime.tensor_values import largest
+from nnscaler.runtime.tensor_bits_and_differences import largest
 from verify.programs.causes.wrong_tensor import STAGES, Cause, Make, Place, WrongTensor, weighed
 
 NARROW = (("bfloat16", torch.bfloat16), ("float16", torch.float16), ("float32", torch.float32))

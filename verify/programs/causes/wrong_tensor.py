@@ -13,7 +13,7 @@ from torch import Tensor
 from nnscaler.errors import few
 from nnscaler.layout import IN_STEP, MICRO, SLICE, Partial, Prefix, State
 from nnscaler.runtime.shards import Coordinates, shard, unravel
-from nnscaler.runtime.tensor_values import FAMILY_SHARE, largest, real_numbers
+from nnscaler.runtime.tensor_bits_and_differences import FAMILY_SHARE, largest, real_numbers
 
 CLOSE = 1e-6  # relative; far above rounding in float64 and far below any cause
 STAGES = "stages"  # an axis of the stages that share a tensor

@@ -8,7 +8,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from nnscaler.runtime.tensor_values import FILL, TensorDifference, difference, family_scale, real_numbers, same_values
+from nnscaler.runtime.tensor_bits_and_differences import (
+    FILL,
+    TensorDifference,
+    difference,
+    family_scale,
+    real_numbers,
+    same_values,
+)
 from verify.programs.causes.explain_wrong_values import cause_of
 from verify.programs.causes.wrong_tensor import STAGES, WrongTensor, on_ranks
 from verify.programs.checks.gradient_norm import cause_of_update

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from nnscaler.runtime.tensor_values import difference, largest, real_numbers
+from nnscaler.runtime.tensor_bits_and_differences import difference, largest, real_numbers
 from nnscaler.runtime.training.gradients.gradient_norm_and_clipping import EPSILON
 from verify.programs.causes.wrong_tensor import CLOSE
 from verify.programs.checks.input_and_outcome import CheckOutcome, Comparison, Tally

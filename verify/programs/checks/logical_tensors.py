@@ -14,7 +14,7 @@ from torch import Tensor
 from nnscaler.layout import IN_STEP, Replicated, States
 from nnscaler.runtime.shards import assemble, logical_coordinates, ravel, unravel
 from nnscaler.runtime.stage_base_class import Buffer, Parameter, Stage
-from nnscaler.runtime.tensor_values import (
+from nnscaler.runtime.tensor_bits_and_differences import (
     FAMILY_SHARE,
     FILL,
     TensorDifference,

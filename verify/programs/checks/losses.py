@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from nnscaler.runtime.shards import unravel
-from nnscaler.runtime.tensor_values import difference, family_scale, real_numbers
+from nnscaler.runtime.tensor_bits_and_differences import difference, family_scale, real_numbers
 from verify.programs.causes.explain_wrong_values import cause_of
 from verify.programs.causes.wrong_tensor import WrongTensor
 from verify.programs.checks.input_and_outcome import CheckOutcome, Comparison, Tally

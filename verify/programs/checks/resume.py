@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nnscaler.atomic_writes import save_tensors
 from nnscaler.compile import WantedPlan, compile_traced
-from nnscaler.runtime.tensor_values import difference, same_bits
+from nnscaler.runtime.tensor_bits_and_differences import difference, same_bits
 from nnscaler.runtime.training.saving.checkpoint import load_checkpoint
 from verify.programs.checks import run_checks
 from verify.programs.checks.input_and_outcome import CheckOutcome, Comparison, Tally, merge_outcomes

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from nnscaler.runtime.tensor_values import real_numbers
+from nnscaler.runtime.tensor_bits_and_differences import real_numbers
 from verify.programs.checks import compare_gradients_and_state, losses
 from verify.programs.checks.input_and_outcome import CheckOutcome, Comparison, merge_outcomes
 from verify.programs.eager_reference import Trajectory

@@ -15,7 +15,7 @@ from nnscaler.layout import MICRO, Partial, State, gradient_state, parse_state
 from nnscaler.manifest import Manifest
 from nnscaler.runtime.shards import Assembled, assemble, ravel, shard, unravel
 from nnscaler.runtime.stage_base_class import Stage, place_in_time, sizes_in_time
-from nnscaler.runtime.tensor_values import FAMILY_SHARE, difference, largest_up_to
+from nnscaler.runtime.tensor_bits_and_differences import FAMILY_SHARE, difference, largest_up_to
 from verify.programs.causes.explain_wrong_values import cause_of
 from verify.programs.causes.wrong_tensor import WrongTensor, laid_out
 

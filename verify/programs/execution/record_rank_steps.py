@@ -17,7 +17,7 @@ from torch import Tensor
 from nnscaler.manifest import read_manifest
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.program.import_role_and_user_files import letting_go, load_role
-from nnscaler.runtime.tensor_values import kept
+from nnscaler.runtime.tensor_bits_and_differences import kept
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.executor_settings import ExecutorSettings
 from nnscaler.runtime.training.saving.checkpoint import load_checkpoint, save_checkpoint

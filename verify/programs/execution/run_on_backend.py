@@ -17,8 +17,8 @@ import torch
 from op_registry.source_location import SourceLocation
 
 from nnscaler.atomic_writes import NO_ROOM, no_room
-from nnscaler.error_text import first_line
 from nnscaler.errors import NnscalerError
+from nnscaler.exception_in_one_line import first_line
 from nnscaler.runtime.communication.communicator import CommunicationError, Communicator, ProgramError, UnderWayError
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.jobs.job import JobOutcome, JobSpecification

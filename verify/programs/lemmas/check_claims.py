@@ -17,9 +17,9 @@ import torch
 from op_registry.errors import AnnotationError
 from op_registry.spec import Refusal
 
-from nnscaler.error_text import first_line
-from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
-from nnscaler.runtime.tensor_values import largest
+from nnscaler.exception_in_one_line import first_line
+from nnscaler.ir.operation_placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
+from nnscaler.runtime.tensor_bits_and_differences import largest
 from verify.evidence.dimension_types.localize_hooks_on_irregular_shards import composes, left_alone
 from verify.evidence.dimension_types.prove import NO_GRADIENT
 from verify.evidence.oracle.case_runner import CaseResult, WholeRaised

@@ -21,7 +21,7 @@ from typing import TypeGuard
 from op_registry.spec import OperatorSpec
 
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, Split
+from nnscaler.ir.operation_placement import Choice, RunInvariant, RunPartial, Split
 from verify.programs.typing import Obligation
 
 

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from op_registry.annotation.bind_sizes import BoundAnnotation
-from op_registry.bind_annotation import bind_call
+from op_registry.bind_and_localise_call import bind_call
 from op_registry.call import Call, TensorArgument, map_leaves
 from op_registry.errors import AnnotationError
 
-from nnscaler.error_text import first_line
+from nnscaler.exception_in_one_line import first_line
 from nnscaler.ir.derive_operand_layouts import explain_illegal_choice
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.operation_annotations import Signature

@@ -14,7 +14,7 @@ from op_registry.annotation.syntax_tree import UNSPLIT
 
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import Split
+from nnscaler.ir.operation_placement import Split
 from verify.evidence.smt.decide_equality import answer_of
 from verify.programs.lemmas.solve_size_equations import (
     Conflict,

@@ -23,8 +23,8 @@ from op_registry.errors import AnnotationError
 from op_registry.samples import samples_of
 from op_registry.spec import OperatorSpec, Refusal
 
-from nnscaler.error_text import first_line
 from nnscaler.errors import NnscalerError
+from nnscaler.exception_in_one_line import first_line
 from nnscaler.ir.operation_annotations import Signature
 from verify.evidence.dimension_types.symbolic_call import resized
 from verify.evidence.inputs.concrete_call import ConcreteCall

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from op_registry.annotation.bind_sizes import BoundAnnotation
-from op_registry.bind_annotation import bind_call
+from op_registry.bind_and_localise_call import bind_call
 from op_registry.call import Call, TensorArgument, map_leaves
 from op_registry.errors import AnnotationError
 from op_registry.infer_torch_schema import schema_of

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import Choice, Split
+from nnscaler.ir.operation_placement import Choice, Split
 from verify.programs.lemmas.check_claims import Evidence, test_choices
 from verify.programs.lemmas.claims_of_obligations import Claim, RunsWhole, claims_of
 from verify.programs.lemmas.result import Lemma

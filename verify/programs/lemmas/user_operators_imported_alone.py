@@ -25,7 +25,7 @@ from nnscaler.ir.operation_annotations import signatures
 from nnscaler.manifest import Manifest
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.program.user_operators import locate
-from nnscaler.runtime.tensor_values import FLOAT64_BOUND, difference, family_scale
+from nnscaler.runtime.tensor_bits_and_differences import FLOAT64_BOUND, difference, family_scale
 from verify import child_processes
 from verify.child_processes import Died, TimedOut
 from verify.evidence.inputs.concrete_call import ConcreteCall, function_of

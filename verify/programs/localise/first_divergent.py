@@ -18,7 +18,7 @@ from torch import Tensor
 from op_registry.source_location import SourceLocation
 
 from nnscaler.ir.graph import Graph
-from nnscaler.runtime.tensor_values import family_scale, largest
+from nnscaler.runtime.tensor_bits_and_differences import family_scale, largest
 from verify.programs.execution.compare_variables import (
     Observed,
     Pieces,

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from nnscaler.runtime.training.observe_intermediate_tensors import assigned_names
+from nnscaler.runtime.training.instrument_role_source import assigned_names
 from verify.programs.source_map import ModelLine, index_of_stage, model_lines
 
 Phase = Literal["prepare", "forward"]

@@ -18,11 +18,11 @@ from torch import Tensor
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.layout import Partial, State
 from nnscaler.runtime.shards import Coordinates, ravel, shard
-from nnscaler.runtime.tensor_values import is_whole
-from nnscaler.runtime.training.autocast import AskedDtypes
+from nnscaler.runtime.tensor_bits_and_differences import is_whole
+from nnscaler.runtime.training.autocast_on_any_device import AskedDtypes
 from nnscaler.tracing.float64_run import exact_tensor
 from nnscaler.tracing.run_graph import run_graph
-from nnscaler.transform.hoist_batch_values import SUFFIX
+from nnscaler.transform.hoist_out_of_micro_batches import SUFFIX
 from verify.evidence.inputs.draw_values import random_terms
 
 # The pieces that ranks should hold of a logical tensor, where its layout leaves a choice drawn at random.

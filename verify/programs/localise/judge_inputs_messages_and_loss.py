@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from nnscaler.ir import gradient_flow
+from nnscaler.ir import gradients_and_kept_values
 from nnscaler.layout import Invariant, State
 from nnscaler.runtime.shards import shard, unravel
 from nnscaler.runtime.stage_base_class import is_trained, sizes_in_time
-from nnscaler.runtime.tensor_values import difference
+from nnscaler.runtime.tensor_bits_and_differences import difference
 from verify.programs.execution.compare_variables import compare_variable, facts_of
 from verify.programs.localise.culprit_record import Culprit, Key, RoleLine
 from verify.programs.localise.judge_taught_statements import BOUND
@@ -89,7 +89,7 @@ def _differentiated(teacher: Teacher, stage: int) -> frozenset[str]:
         for _, s in sorted(teacher.statements.items())
         if s.stage == stage and s.phase == "forward"
     ]
-    return gradient_flow.differentiated(lines, roots)
+    return gradients_and_kept_values.differentiated(lines, roots)
 
 
 def _never_backward(teacher: Teacher, schedules: Mapping[int, RoleLine]) -> list[Culprit]:

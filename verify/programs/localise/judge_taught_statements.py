@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nnscaler.ir.graph import Operation
 from nnscaler.layout import Partial, Replicated, Sharded, State
-from nnscaler.runtime.tensor_values import family_scale, largest, largest_up_to
+from nnscaler.runtime.tensor_bits_and_differences import family_scale, largest, largest_up_to
 from verify.programs.execution.compare_variables import Pieces, Variable, VariableDifference, compare_variable
 from verify.programs.localise.instrument_statements import Statement
 from verify.programs.localise.teacher_forcing import At, Execution, Teacher, results_of

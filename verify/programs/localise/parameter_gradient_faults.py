@@ -11,7 +11,7 @@ from torch import Tensor
 from nnscaler.ir.graph import Graph
 from nnscaler.runtime.shards import cut_further, shard, unravel
 from nnscaler.runtime.stage_base_class import Parameter, Stage, sizes_in_time
-from nnscaler.runtime.tensor_values import difference, largest, real_numbers
+from nnscaler.runtime.tensor_bits_and_differences import difference, largest, real_numbers
 from verify.programs.causes.explain_wrong_values import cause_of
 from verify.programs.causes.wrong_tensor import CLOSE, Part, WrongTensor, on_ranks
 from verify.programs.checks.input_and_outcome import SHOWN

@@ -18,7 +18,7 @@ from nnscaler.runtime.jobs.load_adjusted_clock import join_within
 from nnscaler.runtime.program.import_role_and_user_files import load_role
 from nnscaler.runtime.shards import shard
 from nnscaler.runtime.stage_base_class import Stage
-from nnscaler.runtime.tensor_values import same_bits
+from nnscaler.runtime.tensor_bits_and_differences import same_bits
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.executor_settings import ExecutorSettings
 from verify.programs.execution.compare_variables import variables_of

@@ -10,7 +10,7 @@ from torch import Tensor
 from nnscaler.layout import Sharded, State
 from nnscaler.runtime.shards import shard
 from nnscaler.runtime.stage_base_class import Parameter, Stage
-from nnscaler.runtime.tensor_values import difference
+from nnscaler.runtime.tensor_bits_and_differences import difference
 from verify.programs.causes.explain_wrong_values import cuts
 from verify.programs.localise.candidate_repairs import Replay
 from verify.programs.localise.culprit_record import Culprit, Key, RoleLine

@@ -8,7 +8,7 @@ from math import inf
 
 from torch import Tensor
 
-from nnscaler.runtime.tensor_values import is_finite
+from nnscaler.runtime.tensor_bits_and_differences import is_finite
 from verify.programs.checks.compare_gradients_and_state import absence
 from verify.programs.checks.input_and_outcome import Comparison
 from verify.programs.checks.logical_tensors import Holding, StageTensor, by_rank, put_together

@@ -42,7 +42,7 @@ from torch import Tensor, nn
 
 from op_registry.call import dtype_name
 
-from nnscaler.runtime.tensor_values import (
+from nnscaler.runtime.tensor_bits_and_differences import (
     FAMILY_SHARE,
     FILL,
     as_real,

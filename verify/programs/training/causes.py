@@ -13,7 +13,7 @@ from math import log2
 
 from torch import Tensor
 
-from nnscaler.runtime.tensor_values import real_numbers
+from nnscaler.runtime.tensor_bits_and_differences import real_numbers
 from verify.programs.causes.explain_wrong_values import cause_of, misplaced
 from verify.programs.causes.wrong_tensor import STAGES, Place, WrongTensor
 from verify.programs.checks.gradient_norm import cause_of_norm, own_norms

@@ -16,10 +16,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from nnscaler.codegen.compiled_program import Program
 from nnscaler.runtime.communication.communicator import Communicator
-from nnscaler.runtime.tensor_values import kept
+from nnscaler.runtime.tensor_bits_and_differences import kept
 from nnscaler.training.engine import Engine
 from nnscaler.training.program_on_rank import EngineSettings
-from nnscaler.training.recompilation import SentProgram, SizeClass, Vouch
+from nnscaler.training.programs_by_batch_size import SentProgram, SizeClass, Vouch
 from verify.evidence.oracle.size_checked_kernels import CheckedKernels
 from verify.programs.checks.logical_tensors import Layout
 from verify.programs.training.resume import ResumableRun, Resumed, goes_on, reread

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nnscaler.errors import NnscalerError
-from nnscaler.runtime.tensor_values import same_bits
+from nnscaler.runtime.tensor_bits_and_differences import same_bits
 from nnscaler.runtime.training.saving.checkpoint import highest
 from nnscaler.training.engine import Engine
 from nnscaler.training.saving.checkpoints import Checkpoints

@@ -20,7 +20,7 @@ from nnscaler.tracing.export.module_copies import copied
 from nnscaler.tracing.float64_run import convert_floats
 from nnscaler.tracing.sample_inputs import flatten_inputs
 from nnscaler.training.program_on_rank import check_alike, stages_of_roles
-from nnscaler.training.recompilation import SentProgram, SizeClass, sent
+from nnscaler.training.programs_by_batch_size import SentProgram, SizeClass, sent
 from verify.programs.checks.input_and_outcome import CheckOutcome, Tally
 from verify.programs.eager_reference import choose_learning_rate, clip_limit, logical_state, not_finite, scale_of
 from verify.programs.execution.run_on_backend import Failure, devices_of, run_job, simulate

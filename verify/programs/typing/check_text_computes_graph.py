@@ -86,7 +86,7 @@ from math import prod
 
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation_annotations import Signature, signatures
-from nnscaler.ir.placement import Choice
+from nnscaler.ir.operation_placement import Choice
 from nnscaler.layout import IN_STEP
 from nnscaler.manifest import MANIFEST, Manifest
 from verify.programs.checks.input_and_outcome import CheckOutcome

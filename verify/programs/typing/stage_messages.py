@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from op_registry.rank_expression import Expression
 
-from nnscaler.ir import gradient_flow
+from nnscaler.ir import gradients_and_kept_values
 from nnscaler.ir.conversion_table_and_paths import explain_illegal, shape_of_rank
 from nnscaler.ir.graph import Graph, LogicalTensor
 from nnscaler.layout import INVARIANT, MICRO, SLICE, Invariant, Layout, Sharded, State, is_uneven
@@ -282,9 +282,9 @@ def _differentiated(reading: Reading, graph: Graph) -> frozenset[str]:
     lines = [
         (needing(op.outputs), needing(op.inputs))
         for op in graph.operations
-        if op.name in reading.operations and gradient_flow.records(graph, op)
+        if op.name in reading.operations and gradients_and_kept_values.records(graph, op)
     ]
-    return gradient_flow.differentiated(lines, roots)
+    return gradients_and_kept_values.differentiated(lines, roots)
 
 
 def _to_same_position(

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from op_registry.bind_annotation import bind_call
+from op_registry.bind_and_localise_call import bind_call
 from op_registry.builtin import SPECS
 from op_registry.call import Call
 from op_registry.samples import Sample, samples_of
@@ -23,7 +23,7 @@ from op_registry.spec import OperatorSpec
 
 from nnscaler.ir.derive_operand_layouts import explain_illegal_choice
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import Choice, RunPartial, Split
+from nnscaler.ir.operation_placement import Choice, RunPartial, Split
 from verify.evidence.dimension_types.prove import prove
 from verify.evidence.oracle.case_runner import OperatorRunner, Prepared
 from verify.evidence.oracle.enumerate_cases import leaders_of

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 
 from op_registry.annotation.well_formed import parse_checked
-from op_registry.bind_annotation import bind_call, size_arguments
+from op_registry.bind_and_localise_call import bind_call, size_arguments
 from op_registry.call import Call
 from op_registry.registry import output_only
 from op_registry.spec import Refusal
@@ -23,7 +23,7 @@ from op_registry.spec import Refusal
 from nnscaler.errors import AnnotationError
 from nnscaler.ir.derive_operand_layouts import explain_illegal_choice, input_states, output_states
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import Split
+from nnscaler.ir.operation_placement import Split
 from nnscaler.layout import State
 from verify.evidence.oracle.case_runner import Prepared
 from verify.evidence.oracle.compare_partition import ShardRaised, compare_partition, make_partition

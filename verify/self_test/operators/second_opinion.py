@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from op_registry.bind_annotation import localise
+from op_registry.bind_and_localise_call import localise
 from op_registry.spec import Refusal
 
 from nnscaler.ir.conversion_table_and_paths import shape_of_rank
 from nnscaler.ir.derive_operand_layouts import input_states, output_states, shards_of
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import Choice
+from nnscaler.ir.operation_placement import Choice
 from nnscaler.layout import Partial, Sharded, State, gradient_state
 from nnscaler.runtime.cut_tensors import piece_of
 from verify.evidence.inputs.concrete_call import function_of, outputs_of, with_tensors

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 from op_registry.registry import default_registry
 
-from nnscaler.codegen.expressions_and_names import Origin, operator_origins
 from nnscaler.codegen.generate import generate
+from nnscaler.codegen.python_text_of_calls import Origin, operator_origins
 from nnscaler.communication.communicated_graph import CommunicatedGraph
 from nnscaler.communication.insert_conversions import materialise
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.operation_annotations import Signature, signatures
-from nnscaler.ir.placement import Choice, PartitionedGraph
+from nnscaler.ir.operation_placement import Choice, PartitionedGraph
 from nnscaler.scheduling.registry import schedule_of
 from nnscaler.scheduling.schedule import Schedule
 from nnscaler.transform.apply import apply_plan

@@ -19,7 +19,7 @@ from nnscaler.manifest import read_manifest
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.program.import_role_and_user_files import load_role
-from nnscaler.runtime.tensor_values import difference
+from nnscaler.runtime.tensor_bits_and_differences import difference
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.executor_settings import ExecutorSettings
 from verify.programs.execution.record_rank_steps import role_file

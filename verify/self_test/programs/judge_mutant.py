@@ -15,7 +15,7 @@ import torch
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.manifest import MANIFEST
-from nnscaler.runtime.tensor_values import FLOAT64_BOUND, difference, family_scale
+from nnscaler.runtime.tensor_bits_and_differences import FLOAT64_BOUND, difference, family_scale
 from verify.programs.checks import run_checks
 from verify.programs.checks.input_and_outcome import CheckOutcome
 from verify.programs.eager_reference import ReferenceSettings, logical_state, run_reference

@@ -19,7 +19,7 @@ from nnscaler.runtime.training import executor
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.gradients.accumulate_and_reduce import Gradients
 from nnscaler.runtime.training.gradients.buckets import DivisionBucket
-from nnscaler.runtime.training.parameters_at_rest import AtRest, Division
+from nnscaler.runtime.training.zero_1_2_and_master_weights import AtRest, Division
 from verify.self_test.programs.mutants.runtime_faults import Summed, summing
 
 Fault = Callable[[], AbstractContextManager[object]]

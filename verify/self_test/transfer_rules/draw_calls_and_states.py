@@ -18,7 +18,7 @@ import torch.fx.experimental._config as symbolic_config
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from op_registry.bind_annotation import bind_call
+from op_registry.bind_and_localise_call import bind_call
 from op_registry.call import instances_in
 from op_registry.registry import default_registry
 from op_registry.samples import SAMPLES

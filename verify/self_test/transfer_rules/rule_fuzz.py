@@ -19,7 +19,7 @@ from torch import Tensor
 
 from op_registry.call import map_leaves
 
-from nnscaler.runtime.tensor_values import largest_finite
+from nnscaler.runtime.tensor_bits_and_differences import largest_finite
 from verify.evidence.dimension_types.functional_trace import written
 from verify.evidence.dimension_types.rules import conclude
 from verify.evidence.dimension_types.rules.call_with_states import Operand, Rule, RuleCall

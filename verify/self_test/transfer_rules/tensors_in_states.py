@@ -11,7 +11,7 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
-from nnscaler.runtime.tensor_values import largest_finite
+from nnscaler.runtime.tensor_bits_and_differences import largest_finite
 from verify.evidence.dimension_types.rules.call_with_states import Operand
 from verify.evidence.dimension_types.states import (
     Constant,

@@ -1,6 +1,6 @@
 """Lower bounds of a configuration under a limit of memory, without solving it for all of its layers.
 
-For a chain of equal layers the bounds are those of `bounds/pipeline.py`. For any other graph:
+For a chain of equal layers the bounds are those of `bounds/equal_layer_pipeline.py`. For any other graph:
 
 Stage s of p keeps up to live_s micro-batches (1F1B: min(m, p - s) of m). Of equal layers that rest in r bytes and keep
 k bytes of a micro-batch, at most sum_s memory / (r + live_s k) fit, however they are cut. The sum is convex in (r, k):
@@ -19,7 +19,7 @@ import numpy as np
 
 from nnscaler.errors import NnscalerError
 from nnscaler.planning.parallel_configurations import Configuration
-from nnscaler.planning.planner.bounds.pipeline import Layered
+from nnscaler.planning.planner.bounds.equal_layer_pipeline import Layered
 from nnscaler.planning.planner.equal_layer_chain import Chain
 from nnscaler.planning.planner.estimate_stages import send_seconds
 from nnscaler.planning.planner.evaluate_configuration import weights_of

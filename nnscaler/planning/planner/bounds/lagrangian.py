@@ -1,4 +1,4 @@
-"""Stages of a chain at prices of memory, and the Lagrangian bound of a stage within a limit of memory.
+"""The Lagrangian lower bound of a pipeline stage within a limit of memory, from stages of a chain at prices of memory.
 
 Lagrangian relaxation (Everett 1963; Geoffrion 1974): instead of a limit, memory has a price. The bytes at rest, and
 `live` times the bytes that a micro-batch keeps, fit into the memory of the stage. So at any prices per byte, the least

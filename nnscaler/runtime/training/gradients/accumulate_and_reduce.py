@@ -1,4 +1,4 @@
-"""The gradients of one step on one rank: added up over micro-batches, and summed over ranks while backward goes on.
+"""Accumulate the gradients of a step on one rank over micro-batches, and sum them over ranks while backward goes on.
 
 A bucket leaves with the last backward that adds to it. Buckets of one group leave in the order of the plan, whichever
 is complete first, and no group waits for another: so the ranks of a group meet in the same order, whatever other groups
@@ -30,7 +30,7 @@ from nnscaler.runtime.training.gradients.gradient_plan import (
     wanted,
     widened,
 )
-from nnscaler.runtime.training.parameters_at_rest import AtRest
+from nnscaler.runtime.training.zero_1_2_and_master_weights import AtRest
 
 
 class Gradients:

@@ -1,4 +1,4 @@
-"""Flat memory in which the gradients of several parameters travel together.
+"""Buckets of gradients: flat memory in which those of several parameters travel together.
 
 Gradients are copied into their places in it as backward makes them, or lie there from the first micro-batch on. A
 bucket leaves when all of its gradients are complete, and comes back when it is waited for.
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nnscaler.runtime.communication.communicator import SUMMED, Communicator, Pending
-from nnscaler.runtime.training.parameters_at_rest import Division, unflattened
+from nnscaler.runtime.training.zero_1_2_and_master_weights import Division, unflattened
 
 _NAMED = 3  # parameters of a bucket that an error names
 Group = tuple[int, ...]

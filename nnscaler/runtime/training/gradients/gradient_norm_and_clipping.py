@@ -1,4 +1,4 @@
-"""The norm of all gradients of a program, and gradients clipped to it.
+"""Compute the norm of all gradients of a program, and clip gradients to it.
 
 Each logical element counts once: a shard on its rank, a copy on the first rank that holds it, a tied parameter in the
 first stage that holds it. So the norm is that of the whole model, whatever the plan.

@@ -1,4 +1,4 @@
-"""Which gradients of a rank travel together, over which ranks, and in which order.
+"""Plan which gradients of a rank travel together, over which ranks, and in which order.
 
 A gradient is summed over the ranks that differ from this one only on the parameter's `reduce` axes, in every stage that
 holds a copy of it. Gradients with the same group and dtype share buckets, the last parameters of the program in the
@@ -18,8 +18,8 @@ from torch.nn import Parameter as Leaf
 from nnscaler.communication_buckets import in_buckets
 from nnscaler.runtime.shards import unravel
 from nnscaler.runtime.stage_base_class import Parameter, Stage, is_trained
-from nnscaler.runtime.training.autocast import dtype_named
-from nnscaler.runtime.training.parameters_at_rest import AtRest, Division
+from nnscaler.runtime.training.autocast_on_any_device import dtype_named
+from nnscaler.runtime.training.zero_1_2_and_master_weights import AtRest, Division
 
 T = TypeVar("T")
 HALF = (torch.float16, torch.bfloat16)

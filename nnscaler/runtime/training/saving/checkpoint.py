@@ -1,4 +1,4 @@
-"""Checkpoints: folders of torch.distributed.checkpoint that are whole or not there.
+"""Write checkpoints as folders of torch.distributed.checkpoint that are whole or not there, and read them.
 
 A folder is written under another name and moved into its place when all ranks have written their parts, so that one of
 a save that was killed is never taken for whole. Each element is written by the rank that holds its first copy. In a

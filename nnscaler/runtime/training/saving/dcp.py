@@ -1,4 +1,4 @@
-"""Shards of logical tensors in a folder, written and read by torch.distributed.checkpoint (DCP).
+"""Write and read shards of logical tensors in a folder, by torch.distributed.checkpoint (DCP).
 
 DCP stores chunks: boxes of a logical tensor. A shard is one box, or several where it is strided; a box is stored in
 chunks of at most CHUNK bytes, so that a reader never holds more than one of those besides its own shards. Each rank
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from nnscaler.error_text import in_one_line
+from nnscaler.exception_in_one_line import in_one_line
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.training.saving.rank_tensors_as_boxes import Box
 

@@ -17,7 +17,7 @@ from nnscaler.layout import Sharded, States
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.shards import logical_indices
 from nnscaler.runtime.stage_base_class import INPUT_GRADIENT, Buffer, Parameter, Stage
-from nnscaler.runtime.tensor_values import bits_of
+from nnscaler.runtime.tensor_bits_and_differences import bits_of
 from nnscaler.runtime.training.gradients.gradient_norm_and_clipping import holds_first_copy
 
 

@@ -11,7 +11,7 @@ from nnscaler.ir.derive_operand_layouts import input_layouts, output_layouts
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation_annotations import signatures
 from nnscaler.layout import local_shape
-from nnscaler.performance.measure_operators import time_call
+from nnscaler.performance.measure_operators_and_collectives import time_call
 from nnscaler.planning.cluster.description import load_cluster
 from nnscaler.planning.cost.build_machine_profile import measure
 from nnscaler.planning.cost.calls_to_measure import meshes, shard_calls, signature_text

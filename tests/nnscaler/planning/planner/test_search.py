@@ -11,7 +11,7 @@ import pytest
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Operation
 from nnscaler.ir.operation_annotations import signatures
-from nnscaler.ir.placement import Choice
+from nnscaler.ir.operation_placement import Choice
 from nnscaler.planning.cluster.description import load_cluster, quantity
 from nnscaler.planning.compare_plans_and_choices import alternatives
 from nnscaler.planning.constraints import Constraint, all_of, read_constraints, replicate, require, sizes

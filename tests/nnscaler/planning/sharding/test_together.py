@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import inf
 
-from nnscaler.ir.placement import RunInvariant, RunPartial, RunReplicated, Split
+from nnscaler.ir.operation_placement import RunInvariant, RunPartial, RunReplicated, Split
 from nnscaler.planning.sharding.build_problem import Weights, pose
 from nnscaler.planning.sharding.settings_and_strategies import alike
 from nnscaler.planning.solver.solve import solve

@@ -21,7 +21,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.program.import_role_and_user_files import load_user_module
 from nnscaler.runtime.shards import shard
-from nnscaler.runtime.tensor_values import same_bits
+from nnscaler.runtime.tensor_bits_and_differences import same_bits
 from nnscaler.tracing import Traced, trace
 from nnscaler.training.engine import Engine
 from nnscaler.training.program_on_rank import EngineSettings

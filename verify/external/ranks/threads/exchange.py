@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError
-from nnscaler.runtime.tensor_values import same_bits
+from nnscaler.runtime.tensor_bits_and_differences import same_bits
 from verify.external.ranks.collective_semantics import CollectiveShare, GroupKey, answer, disagreement_of
 from verify.external.ranks.run_result import RankCall, RanksFailed
 from verify.external.ranks.threads.turns import RankStopped, Turns

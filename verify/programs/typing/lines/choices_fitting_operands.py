@@ -20,7 +20,7 @@ from op_registry.rank_expression import Expression
 
 from nnscaler.ir.derive_operand_layouts import around_axis, is_legal, over_slices, resolve
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
+from nnscaler.ir.operation_placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
 from nnscaler.layout import Invariant, Prefix, Replicated, Sharded, State, rows_of
 from verify.programs.typing.lines.uniform_value_dims import NO_DIMS, Dims, same_piece
 from verify.programs.typing.program_files.rank_program_syntax import Assignment

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from op_registry.bind_annotation import Shape
+from op_registry.bind_and_localise_call import Shape
 from op_registry.call import AxisArgument, Call, DType, TensorArgument, instances_in
 from op_registry.rank_expression import Expression
 from op_registry.registry import facts_of
 
-from nnscaler.codegen.expressions_and_names import needs_device
+from nnscaler.codegen.python_text_of_calls import needs_device
 from nnscaler.ir.conversion_table_and_paths import explain_illegal
 from nnscaler.ir.graph import Operation
 from nnscaler.layout import Layout, Sharded, State

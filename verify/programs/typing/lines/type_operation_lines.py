@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from op_registry.bind_annotation import Shape, localise
+from op_registry.bind_and_localise_call import Shape, localise
 from op_registry.call import Call, TensorArgument, instances_in, map_leaves
 from op_registry.spec import Refusal
 
-from nnscaler.codegen.expressions_and_names import layout_text, returns_sequence
+from nnscaler.codegen.python_text_of_calls import layout_text, returns_sequence
 from nnscaler.ir.conversion_table_and_paths import shape_of_rank
 from nnscaler.ir.derive_operand_layouts import explain_illegal_choices, input_states, output_states, shards_of
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import Choice, RunInvariant, Split
+from nnscaler.ir.operation_placement import Choice, RunInvariant, Split
 from nnscaler.layout import Axis, Invariant, Layout, Partial, Replicated, Sharded, State
 from verify.programs.typing.explain_layout_mismatch import disagreement, reads_other, region_differs, rounding
 from verify.programs.typing.lines.canonical_calls import NoCall, arguments_of, forms, operator_of

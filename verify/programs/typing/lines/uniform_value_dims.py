@@ -14,7 +14,7 @@ from itertools import combinations
 from math import prod
 
 from op_registry.annotation.bind_sizes import BoundOperand
-from op_registry.bind_annotation import localise
+from op_registry.bind_and_localise_call import localise
 from op_registry.rank_expression import depends_on_rank
 from op_registry.spec import Refusal
 
@@ -22,7 +22,7 @@ from nnscaler.ir.conversion_table_and_paths import shape_of_rank
 from nnscaler.ir.derive_operand_layouts import is_legal, output_states, shards_of
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import Split
+from nnscaler.ir.operation_placement import Split
 from nnscaler.layout import INVARIANT, Invariant, Layout, Replicated, Sharded, State
 
 Dims = frozenset[int]

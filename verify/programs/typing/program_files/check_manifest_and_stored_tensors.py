@@ -19,7 +19,7 @@ from nnscaler.ir.graph import LOSS, Graph, LogicalTensor
 from nnscaler.manifest import MANIFEST, Manifest, ResultRecord, Returns, StoredTensor
 from nnscaler.records_as_json import encode
 from nnscaler.runtime.program.program_directory import describe_state
-from nnscaler.runtime.tensor_values import same_bits
+from nnscaler.runtime.tensor_bits_and_differences import same_bits
 from verify.programs.checks.input_and_outcome import CheckOutcome
 from verify.programs.typing.program_files.rank_program_syntax import RoleText
 from verify.programs.typing.stored_tensors_loss_and_results import stored_tensors

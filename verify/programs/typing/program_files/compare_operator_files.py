@@ -13,7 +13,7 @@ from pathlib import Path
 from nnscaler.ir.graph import Graph
 from nnscaler.manifest import MANIFEST, Manifest
 from nnscaler.runtime.communication.communicator import ProgramError
-from nnscaler.runtime.program.imported_files import imported_files
+from nnscaler.runtime.program.files_that_a_user_file_imports import imported_files
 from nnscaler.runtime.program.user_operators import check_imports, digest_of, locate
 from verify.programs.checks.input_and_outcome import CheckOutcome
 from verify.programs.typing.program_files.parse_rank_program import user_operators

@@ -10,7 +10,7 @@ from typing import Any
 
 from op_registry.rank_expression import Expression
 
-from nnscaler.codegen.expressions_and_names import is_builtin, operator_origins
+from nnscaler.codegen.python_text_of_calls import is_builtin, operator_origins
 from nnscaler.layout import State
 from nnscaler.tracing.export.custom_gradients import function_of
 from verify.programs.typing.program_files.parse_stage_body import first_line, read_body

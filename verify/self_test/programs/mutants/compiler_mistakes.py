@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from op_registry.annotation.splits import splittable
-from op_registry.bind_annotation import bind_call
+from op_registry.bind_and_localise_call import bind_call
 from op_registry.errors import NnscalerError
 
 from nnscaler.communication.communicated_graph import (
@@ -31,7 +31,7 @@ from nnscaler.ir.conversion_table_and_paths import ROWS, ConversionStep
 from nnscaler.ir.derive_operand_layouts import input_states, output_states
 from nnscaler.ir.graph import Operation
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import RunPartial, Split
+from nnscaler.ir.operation_placement import RunPartial, Split
 from nnscaler.layout import INVARIANT, PARTIAL, REPLICATED, Partial, Sharded, State, with_state
 from verify.self_test.operators.annotation_mutants import annotation_mutants
 from verify.self_test.programs.compile_in_steps import Generation, Sources, Text

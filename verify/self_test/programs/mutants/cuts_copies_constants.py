@@ -11,7 +11,7 @@ from itertools import permutations
 from torch import Tensor
 
 from nnscaler.layout import MICRO
-from nnscaler.runtime.tensor_values import same_bits
+from nnscaler.runtime.tensor_bits_and_differences import same_bits
 from verify.self_test.programs.mutants.editable_program_and_edits import (
     DeclarationEntry,
     Find,

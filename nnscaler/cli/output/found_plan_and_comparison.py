@@ -1,4 +1,4 @@
-"""The output of `nnscaler plan`: the plan with its certificate, and its comparison with another plan."""
+"""Text of `nnscaler plan`: the plan that was found, with its certificate, and its comparison with another plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where gradients flow in straight-line code, and which values they need.
+"""Find which values of straight-line code have gradients, and which values are kept for backward.
 
 One rule, for what the compiler writes and for a text that is read.
 """

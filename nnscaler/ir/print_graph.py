@@ -1,4 +1,5 @@
-"""Graphs as text that says all there is of them: `parse_graph(print_graph(graph)) == graph` (tests/graph_text.py).
+"""Print graphs as text that says all there is of them: `parse_graph(print_graph(graph)) == graph`
+(tests/graph_text.py).
 
 One line stands for each stored tensor, input and operation.
 graph Tiny

@@ -1,4 +1,4 @@
-"""The global generators of random numbers, by module: torch's, Python's own, and numpy's where numpy is loaded."""
+"""Keep, set and seed the global random generators, by module: torch's, Python's own, and numpy's where it is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An operator's annotation bound to one call, and the call rewritten for one shard."""
+"""Bind an operator's annotation to one call, and rewrite the call for one shard."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from nnscaler.runtime.program.files_that_a_user_file_imports import imported_files
 from nnscaler.runtime.program.import_role_and_user_files import load_user_module
-from nnscaler.runtime.program.imported_files import imported_files
 
 
 def write(folder: Path, files: dict[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""The modes of a model's parts, training or evaluation, while it is traced for another batch.
+"""Set the modes of a model's parts, training or evaluation, while it is traced for another batch, and restore them.
 
 `eval()` of a user's class may do more than set them: layers of LoRA add their product to the weight beside it. The
 parameters that a program trains lie on its ranks, where no such method reaches them, so that a program of the model

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from nnscaler.cli.main import main
-from nnscaler.cli.shadowed_packages import wrong_package
+from nnscaler.cli.own_packages_shadowed import wrong_package
 
 
 def test_ours_are_ours() -> None:

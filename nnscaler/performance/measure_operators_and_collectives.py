@@ -1,4 +1,4 @@
-"""Measure what a model's operators and this machine's collectives take: the profile that the planner reads."""
+"""Measure the times of a model's operators and of this machine's collectives: the profile that the planner reads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from op_registry.call import Call, DType, TensorArgument, map_leaves
 
-from nnscaler.error_text import in_one_line
+from nnscaler.exception_in_one_line import in_one_line
 from nnscaler.ir.graph import Operation
 from nnscaler.ir.operation_annotations import signatures
 from nnscaler.performance.measure_step_overheads import Listener, Steps, Workplace, time_steps, with_overheads

@@ -1,4 +1,4 @@
-"""The values of a tensor in memory, one after another, and their bits.
+"""The bits of a tensor, its values in memory one after another, and the differences between two tensors.
 
 A view that conjugates or negates (`x.conj()`, and the `.imag` of one) has other values than its memory, and torch gives
 its bits to nobody. What sends, hashes or compares memory takes it from here.

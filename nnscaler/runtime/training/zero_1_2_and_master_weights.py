@@ -1,4 +1,4 @@
-"""Parameters that lie otherwise between steps than in them: ZeRO-1 and ZeRO-2, and master weights.
+"""ZeRO-1, ZeRO-2 and master weights: parameters that rest in shards or in another dtype between steps than in them.
 
 A parameter has a tensor at rest, which the optimizer and checkpoints see, and a leaf, which the program's text reads.
 Where they differ, the leaf is made from the tensor at rest before the first forward: a cast, then the row `Sharded ->

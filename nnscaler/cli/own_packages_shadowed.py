@@ -1,4 +1,4 @@
-"""Are `verify` and `op_registry` ours?
+"""Check that `verify` and `op_registry` are nnScaler's own packages, shadowed by no user's file of the same name.
 
 Both are top-level names that a user's own file, or another distribution, may have as well. When the wrong one was
 imported, everything after would fail in ways that read like a verdict. So: compare with our own neighbours, before

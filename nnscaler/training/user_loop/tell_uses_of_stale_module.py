@@ -1,4 +1,4 @@
-"""Uses of the compiled module between steps: it has the weights of before, and the engine trains its own.
+"""Tell uses of the compiled module between steps: it has the weights of before, and the engine trains its own.
 
 A loop that was written for the module goes on without an error where it runs the module, saves it, averages its
 parameters or forgets their gradients.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nnscaler.training.local_ranks import LOST, Rank, first_to_fail
+from nnscaler.training.run_ranks_as_processes import LOST, Rank, first_to_fail
 
 MODEL = """
 import os

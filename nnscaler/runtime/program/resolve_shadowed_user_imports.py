@@ -1,4 +1,5 @@
-"""Imports in a user's folder whose names mean something else to the rest of the process.
+"""Resolve imports in a user's folder to its own files, where their names mean something else to the rest of the
+process.
 
 `import verify` in a model that has a `verify.py` beside it must give that file; anywhere else it must give ours. Python
 looks the import function up in the builtins of the *importing* module. So where a folder has such a name, modules from

@@ -1,4 +1,4 @@
-"""Operators whose windows overlap, on a block of the rows of their result.
+"""Convolution and pooling of a block of the rows of their result, from a whole input: their windows overlap.
 
 The input is whole along the dims of the windows. A block of output rows reads the input rows below its windows, and
 zeros (or, for a maximum, what loses every comparison) where those reach over an edge. So padding is written out, and

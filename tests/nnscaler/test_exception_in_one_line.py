@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nnscaler.error_text import first_line, in_one_line
+from nnscaler.exception_in_one_line import first_line, in_one_line
 
 ERRORS = [
     (ValueError("no such name"), "no such name", "ValueError: no such name"),

@@ -1,7 +1,7 @@
 """Rough lower bounds of a pipeline of many equal layers, from the chain of larger micro-batches and with few prices.
 
-They are those of `bounds/pipeline.py`, but for what they leave out: states of a cut are not told apart, parameters rest
-whole and shrink by as much as they may, and one chain serves all numbers of parts of the batch.
+They are those of `bounds/equal_layer_pipeline.py`, but for what they leave out: states of a cut are not told apart,
+parameters rest whole and shrink by as much as they may, and one chain serves all numbers of parts of the batch.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from nnscaler.planning.parallel_configurations import Configuration
+from nnscaler.planning.planner.bounds.equal_layer_pipeline import HIGH, LOW, added_of, adding, around, between
 from nnscaler.planning.planner.bounds.lagrangian import (
     Ends,
     Floors,
@@ -27,7 +28,6 @@ from nnscaler.planning.planner.bounds.lagrangian import (
     stages_of,
     values_of,
 )
-from nnscaler.planning.planner.bounds.pipeline import HIGH, LOW, added_of, adding, around, between
 from nnscaler.planning.planner.equal_layer_chain import Chain
 from nnscaler.planning.planner.prune_dominated import Numbers
 from nnscaler.planning.planner.stage_partition_dp import best_cut

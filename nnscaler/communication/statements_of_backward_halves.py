@@ -1,4 +1,4 @@
-"""Which statements of a stage the two halves of a backward run, as `nnscaler.split_backward_graph` divides them.
+"""Divide the statements of a stage between the two halves of its backward, as `nnscaler.split_backward_graph` does.
 
 A node is a statement, or a variable that is stored or received.
 """

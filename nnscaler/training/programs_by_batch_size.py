@@ -1,4 +1,5 @@
-"""Programs for batches of other sizes: compiled when a batch of that size comes, on rank 0, and sent to the others."""
+"""Keep a program for each size of a batch: compiled when a batch of that size comes, on rank 0, and sent to the
+others."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from nnscaler.manifest import Manifest
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.training.cut_batch import DataPart
 from nnscaler.tracing.sample_inputs import BatchConstants
-from nnscaler.tracing.train_and_eval_modes import modes_of
+from nnscaler.tracing.set_and_restore_modes import modes_of
 from nnscaler.training.check_replicas import row_checksum
 from nnscaler.training.user_loop.tell_unfollowed_module_changes import ModuleWatch
 

@@ -1,4 +1,4 @@
-"""Operators defined with torch for users' functions: one node of a traced graph each.
+"""Define operators with torch for users' functions: one node of a traced graph each.
 
 They are CompositeImplicitAutograd operators: the kernel is the user's function, so that gradients come from it, and
 export neither looks inside nor asks for a fake kernel. torch cannot redefine an operator; importing a user's file

@@ -1,4 +1,4 @@
-"""Autocast of whatever device a model names, on the device on which its code runs.
+"""Apply autocast on the device on which a model's code runs, whatever device the model names.
 
 A model that is written for GPUs says `torch.autocast("cuda", torch.bfloat16)`. Where it is traced, verified or run on a
 CPU, torch switches such a region off, and a program made there would have no bfloat16 in it. So wherever we run a

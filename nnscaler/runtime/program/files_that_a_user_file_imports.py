@@ -1,4 +1,4 @@
-"""The files of the user's own that a user's file imports: what it computes depends on them as on its own text.
+"""Find the user's own files that a user's file imports: what it computes depends on them as on its own text.
 
 They are found by the text of the file and of those that it imports, wherever in them an import stands. An import by a
 name that is made when it runs is not seen. Python's files, those of installed packages and ours are none of the user's.
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from nnscaler.is_user_file import is_users
 from nnscaler.runtime.program.import_role_and_user_files import parsed
-from nnscaler.runtime.program.imports_of_user_files import module_name, package_of, project_folders
+from nnscaler.runtime.program.resolve_shadowed_user_imports import module_name, package_of, project_folders
 
 _SUFFIXES = (*EXTENSION_SUFFIXES, *SOURCE_SUFFIXES, *BYTECODE_SUFFIXES)  # in Python's order
 _PARSED = 4096  # texts whose imports are remembered
@@ -107,7 +107,7 @@ def _top(name: str, importer: Path, start: Path, loaded: bool) -> Place:
             if module is not None and (isinstance(file, str) or hasattr(module, "__path__")):
                 return Path(file) if file else None, tuple(map(Path, getattr(module, "__path__", ())))
     if importer.parent == start.parent and (beside := _file(start.parent, name)) is not None:
-        return _place(beside)  # `imports_of_user_files`: whatever the name means to others
+        return _place(beside)  # `resolve_shadowed_user_imports`: whatever the name means to others
     path = [Path(folder or ".") for folder in sys.path]
     installed = next((file for folder in path if (file := _file(folder, name)) is not None), None)
     if installed is not None and not is_users(str(installed.resolve())):

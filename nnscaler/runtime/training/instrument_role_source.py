@@ -1,4 +1,4 @@
-"""Role source that reports every intermediate tensor: `self._observe("x", x)` after each assignment to `x`.
+"""Instrument role source to report every intermediate tensor: `self._observe("x", x)` after each assignment to `x`.
 
 Only `forward`, `prepare` and other methods of stages are changed, and only in memory; line numbers stay those of the
 file.

@@ -1,4 +1,4 @@
-"""Tell in one line what an error says, and which error of the system is behind it.
+"""Tell in one line what an exception says, and which error of the system is behind it.
 
 It stands on the standard library alone.
 """

@@ -1,4 +1,4 @@
-"""Arguments of an operation as Python text."""
+"""Python text of the calls in a generated program: their arguments, layouts, conversions, functions and origins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ranks of a run as processes of this machine: started together, and ended together.
+"""Run the ranks of a run as processes of this machine: started together, and ended together.
 
 A rank that ends with an error, or is killed, ends the run: the others wait for it in a collective and would wait for
 ever. Imports no torch, which the ranks import.

@@ -1,4 +1,5 @@
-"""`nnscaler self-test`: does the verification find what is wrong?"""
+"""`nnscaler self-test`: plant errors in operators, annotations and programs, and count how many the verification
+finds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values that all micro-batches share: computed once per step, before the first forward.
+"""Hoist values that all micro-batches share out of them: computed once per step, before the first forward.
 
 Micro-batches are a mesh axis in time, on which nothing can be communicated; slices of tokens are another, on which a
 slice has what earlier ones made, and no more. A tensor that is a shard or a partial sum over them (the number of labels
@@ -16,7 +16,7 @@ from nnscaler.ir.conversion_table_and_paths import find_path
 from nnscaler.ir.derive_operand_layouts import input_states, output_states
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import PartitionedGraph, Placement, RunInvariant
+from nnscaler.ir.operation_placement import PartitionedGraph, Placement, RunInvariant
 from nnscaler.layout import INVARIANT, SLICE, Replicated
 
 SUFFIX = "_of_step"
