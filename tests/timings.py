@@ -30,6 +30,8 @@ PLANS: Mapping[str, tuple[int, dict[str, Any]]] = {
     "pp=2": (2, {"micro_batches": 4}),
     "dp=2,pp=2,zero=1": (4, {"micro_batches": 3}),
     "dp=2,tp=2": (4, {}),
+    "data:dp=2,zero=3,recompute=1": (2, {}),
+    "megatron:tp=2,recompute=1": (2, {}),
 }
 
 

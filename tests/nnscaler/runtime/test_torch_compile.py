@@ -205,7 +205,13 @@ def test_graphs_of_other_code_stay_as_they_are() -> None:
 
 
 @pytest.mark.long  # to make kernels takes half a minute
-@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=2", "dp=2,zero=3", "dp=2,shard=2,zero=3", "dp=2,tp=2"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        *("dp=2", "dp=2,zero=2", "dp=2,zero=3", "dp=2,shard=2,zero=3", "dp=2,tp=2"),
+        *("data:dp=2,zero=3,recompute=1", "megatron:tp=2,recompute=1"),
+    ],
+)
 def test_what_travels_is_no_memory_that_kernels_use_again(plan: str) -> None:
     """Inductor's graphs use the memory of gradients again; the simulator sees what is written while it travels."""
     program = program_of(plan)
