@@ -152,7 +152,11 @@ def _traces() -> TracedOnce:
 @pytest.fixture
 def traced_once(_traces: TracedOnce, monkeypatch: pytest.MonkeyPatch) -> None:
     """An equal model is traced once: for tests of what is compiled, run and said, not of the trace."""
-    for module in ("verify.programs.prepare_verification", "nnscaler.compile", "nnscaler.training.model_part.program"):
+    for module in (
+        "verify.programs.prepare_verification",
+        "nnscaler.compile",
+        "nnscaler.training.model_part.compile_forward_and_backward",
+    ):
         monkeypatch.setattr(f"{module}.trace", _traces)
 
 

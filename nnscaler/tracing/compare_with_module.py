@@ -18,8 +18,8 @@ from nnscaler.global_random_generators import python_states, set_states
 from nnscaler.ir.graph import LOSS, Graph
 from nnscaler.runtime.tensor_bits_and_differences import FAMILY_SHARE, FILL, FLOAT64_BOUND, difference, family_scale
 from nnscaler.runtime.training.autocast_on_any_device import AskedDtypes
+from nnscaler.tracing.export.independent_module_copies import copied
 from nnscaler.tracing.export.loss_module import results_of
-from nnscaler.tracing.export.module_copies import copied
 from nnscaler.tracing.export.mutated_attributes_and_draws import (
     Again,
     attributes_kept,

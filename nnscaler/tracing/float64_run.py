@@ -21,7 +21,7 @@ from torch.utils import checkpoint
 
 from nnscaler.runtime.ops.embedding_and_batch_norm import grouped_mm
 from nnscaler.runtime.training.autocast_on_any_device import autocast_on
-from nnscaler.tracing.export.module_copies import hidden_modules
+from nnscaler.tracing.export.independent_module_copies import hidden_modules
 from nnscaler.tracing.passes.lower_random_draws import DRAWING, FixedDraws
 
 Draws = AbstractContextManager[Any]  # opened around every function of torch that may draw

@@ -27,8 +27,8 @@ from nnscaler.tracing.export.custom_gradients import (
     hooks_watched,
     refuse_stored_hooks,
 )
+from nnscaler.tracing.export.independent_module_copies import refuse_shared_memory
 from nnscaler.tracing.export.loss_module import LossModule, is_meta, mode_note, result_notes
-from nnscaler.tracing.export.module_copies import refuse_shared_memory
 from nnscaler.tracing.export.mutated_attributes_and_draws import told_of_attributes, told_of_draws
 from nnscaler.tracing.float64_run import device_of
 from nnscaler.tracing.models_with_added_loss import LossFunction, with_loss

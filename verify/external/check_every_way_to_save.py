@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from nnscaler.errors import few
 from nnscaler.runtime.tensor_bits_and_differences import FILL, FLOAT64_BOUND, difference, family_scale
-from nnscaler.tracing.export.module_copies import copied_with_hooks
+from nnscaler.tracing.export.independent_module_copies import copied_with_hooks
 from nnscaler.tracing.float64_run import convert_floats
 from verify.external.differential_run import ExternalCase
 from verify.external.observe_rank_run import modules_of

@@ -17,7 +17,7 @@ from torch.optim.optimizer import Optimizer
 
 from nnscaler.errors import NnscalerError, few
 from nnscaler.runtime.nested_values import tensors_in
-from nnscaler.tracing.export.module_copies import copied_with_hooks
+from nnscaler.tracing.export.independent_module_copies import copied_with_hooks
 from verify.external.averaged_copies_beside_model import without_copies
 from verify.external.parameter_mapping import Lookup, RankPiece, local_value, match
 from verify.external.program import Batch, ExternalProgram

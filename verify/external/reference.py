@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.nested_values import map_tensors, tensors_in
-from nnscaler.tracing.export.module_copies import copied_with_hooks
+from nnscaler.tracing.export.independent_module_copies import copied_with_hooks
 from nnscaler.tracing.export.user_source_locations import model_errors
 from nnscaler.tracing.float64_run import convert_floats, exact, exact_dtype, run_backward, without_dropout
 from verify.external.parameter_mapping import Lookup, StateMap, give

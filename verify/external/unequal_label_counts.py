@@ -27,7 +27,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.exception_in_one_line import in_one_line
 from nnscaler.runtime.nested_values import map_tensors, tensors_in
 from nnscaler.runtime.tensor_bits_and_differences import difference
-from nnscaler.tracing.export.module_copies import copied_with_hooks
+from nnscaler.tracing.export.independent_module_copies import copied_with_hooks
 from verify.external.program import Batch, ExternalProgram
 from verify.external.reference import (
     PlainReference,

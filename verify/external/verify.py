@@ -15,7 +15,7 @@ from op_registry.call import dtype_name
 from nnscaler.errors import NnscalerError, few
 from nnscaler.exception_in_one_line import first_line
 from nnscaler.runtime.nested_values import map_tensors
-from nnscaler.tracing.export.module_copies import copied_with_hooks
+from nnscaler.tracing.export.independent_module_copies import copied_with_hooks
 from verify.external.averaged_copies_beside_model import COPY
 from verify.external.check_every_way_to_save import check_saving
 from verify.external.communication_and_memory_profile import communication_profile, memory, notes_of

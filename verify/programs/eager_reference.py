@@ -18,8 +18,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.tensor_bits_and_differences import FILL, difference, family_scale, is_finite, kept
 from nnscaler.runtime.training.gradients.gradient_norm_and_clipping import separate_gradients
+from nnscaler.tracing.export.independent_module_copies import copied
 from nnscaler.tracing.export.loss_module import Results, results_of
-from nnscaler.tracing.export.module_copies import copied
 from nnscaler.tracing.export.user_source_locations import model_errors
 from nnscaler.tracing.float64_run import (
     convert_floats,

@@ -20,7 +20,7 @@ from nnscaler.ir.mixed_precision_dtypes import Precision, parse_precision
 from nnscaler.is_user_file import beside
 from nnscaler.plan_source import wanted_plan
 from nnscaler.tracing import Traced, trace
-from nnscaler.tracing.export.module_copies import copied
+from nnscaler.tracing.export.independent_module_copies import copied
 from nnscaler.tracing.sample_inputs import SampleInputs, flatten_inputs
 from nnscaler.transform.plan import Plan
 from verify.programs.eager_reference import randomise_parameters, record_draws

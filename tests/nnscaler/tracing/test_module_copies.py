@@ -19,7 +19,7 @@ import nnscaler
 import verify
 from nnscaler.errors import NnscalerError
 from nnscaler.tracing import trace
-from nnscaler.tracing.export.module_copies import copied
+from nnscaler.tracing.export.independent_module_copies import copied
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
 

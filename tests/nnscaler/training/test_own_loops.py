@@ -20,9 +20,9 @@ from nnscaler.errors import NnscalerError
 from nnscaler.runtime.communication.communicator import Communicator, ProgramError
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.training.engine import Engine
+from nnscaler.training.model_part.compile_forward_and_backward import compile_part
 from nnscaler.training.model_part.engine import PartEngine
 from nnscaler.training.model_part.module import Part
-from nnscaler.training.model_part.program import compile_part
 from nnscaler.training.program_on_rank import EngineSettings
 from nnscaler.transform.plan import AssignStep, Plan
 

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from nnscaler.runtime.nested_values import tensors_in
 from nnscaler.runtime.tensor_bits_and_differences import difference
-from nnscaler.tracing.export.module_copies import copied_with_hooks
+from nnscaler.tracing.export.independent_module_copies import copied_with_hooks
 from verify.external.observe_rank_run import RankRecord, modules_of, parallelised, rows_of, run_step
 from verify.external.parameter_mapping import clean_name, local_value, moved_modules
 from verify.external.program import ExternalProgram

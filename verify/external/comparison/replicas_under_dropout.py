@@ -19,7 +19,7 @@ from op_registry.source_location import SourceLocation
 
 from nnscaler.global_random_generators import generators_kept, moved, states
 from nnscaler.runtime.tensor_bits_and_differences import difference, family_scale
-from nnscaler.tracing.export.module_copies import copied_with_hooks
+from nnscaler.tracing.export.independent_module_copies import copied_with_hooks
 from nnscaler.tracing.float64_run import exact
 from verify.external.observe_rank_run import RankRecord
 from verify.external.program import Batch, ExternalProgram

@@ -52,7 +52,7 @@ from nnscaler.runtime.tensor_bits_and_differences import (
     is_whole,
     real_numbers,
 )
-from nnscaler.tracing.export.module_copies import copied_with_hooks
+from nnscaler.tracing.export.independent_module_copies import copied_with_hooks
 from nnscaler.tracing.float64_run import exact
 from nnscaler.tracing.sample_inputs import SampleInputs
 from verify.programs.eager_reference import Trajectory, run_reference

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from nnscaler.errors import NnscalerError
+from nnscaler.tracing.export.independent_module_copies import copied
 from nnscaler.tracing.export.loss_module import Results
-from nnscaler.tracing.export.module_copies import copied
 from nnscaler.tracing.float64_run import own_dtype
 from nnscaler.tracing.sample_inputs import SampleInputs
 from verify.programs.delayed_sgd import version_at

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from nnscaler.tracing.export.module_copies import copied
+from nnscaler.tracing.export.independent_module_copies import copied
 from nnscaler.tracing.float64_run import convert_floats
 from verify.programs.causes.explain_wrong_values import NARROW
 from verify.programs.checks.logical_tensors import indices_of

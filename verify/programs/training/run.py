@@ -16,7 +16,7 @@ from nnscaler.codegen.compiled_program import Origin, Program
 from nnscaler.compile import for_batch
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.jobs.job import JobSpecification
-from nnscaler.tracing.export.module_copies import copied
+from nnscaler.tracing.export.independent_module_copies import copied
 from nnscaler.tracing.float64_run import convert_floats
 from nnscaler.tracing.sample_inputs import flatten_inputs
 from nnscaler.training.program_on_rank import check_alike, stages_of_roles

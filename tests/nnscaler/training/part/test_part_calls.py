@@ -14,9 +14,9 @@ import verify
 from nnscaler.codegen.compiled_program import Program
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.communication.communicator import Communicator
+from nnscaler.training.model_part.compile_forward_and_backward import compile_part
 from nnscaler.training.model_part.engine import PartEngine
 from nnscaler.training.model_part.module import Part
-from nnscaler.training.model_part.program import compile_part
 from nnscaler.training.program_on_rank import EngineSettings
 from tests.nnscaler.training.part.test_part import (
     CASES,
