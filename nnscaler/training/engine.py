@@ -43,6 +43,7 @@ from nnscaler.runtime.training.saving.rank_tensors_as_boxes import (
     trained_tensors,
 )
 from nnscaler.tracing.sample_inputs import named_tensors
+from nnscaler.tracing.trace import refuse_autocast_around
 from nnscaler.training.check_replicas import check_replicas, check_same_model, check_same_stream
 from nnscaler.training.program_on_rank import (
     EngineSettings,
@@ -158,8 +159,9 @@ class Engine:
         them and on other ranks in the other one.
         """
         if program.manifest.ranks != self.world_size:
-            message = f"the program is for {program.manifest.ranks} ranks, and {self.world_size} run"
-            raise NnscalerError("wrong_ranks", message)
+            raise NnscalerError(
+                "wrong_ranks", f"a program for {program.manifest.ranks} ranks, and {self.world_size} run"
+            )
         check_same_model(program, self.communicator, self.device)
         for engine in self._family:  # programs for other sizes would not see what this one trains: they come again
             engine._current = engine._running[engine._first_size]
@@ -371,6 +373,7 @@ class Engine:
         return gathered_state([entry for entry in self.stored() if entry.fqn in running.strays], self.communicator)
 
     def _named(self, batch: Batch) -> dict[str, Tensor]:
+        refuse_autocast_around("the engine", self.device.type)
         names = [entry.name for entry in self.manifest.inputs]
         named = named_tensors(batch, names)
         self._constants.check(batch)
@@ -378,8 +381,7 @@ class Engine:
             given = sorted(batch) if isinstance(batch, Mapping) else f"{len(batch)} tensors"
             raise NnscalerError("batch_differs", f"the batch has {given}, and the model takes {names}")
         for entry in self.manifest.inputs:
-            has, dims = named[entry.name].dim(), len(entry.shape)
-            if has != dims:
+            if (has := named[entry.name].dim()) != (dims := len(entry.shape)):
                 message = f"input {entry.name!r} has {has} dims, and the model was compiled for {dims}"
                 raise NnscalerError("batch_differs", message)
         return named
