@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import IterableDataset
 
 from op_registry.call import dtype_name
 from op_registry.registry import default_registry
@@ -26,6 +27,7 @@ from nnscaler.ir.precision import Precision
 from nnscaler.model_file import find_target, load_loss_function, user_frame, user_function
 from nnscaler.plan_source import plan_source, schedule_of_request
 from nnscaler.planning.cluster.detect_this_machine import found_cluster
+from nnscaler.random_generators import generators_kept
 from nnscaler.runtime.training.cut_batch import DataPart
 from nnscaler.scheduling.registry import get_schedule, is_stream
 from nnscaler.scheduling.schedule import ScheduleKind
@@ -35,7 +37,7 @@ from nnscaler.training.functional_optimizer import state_bytes
 from nnscaler.training.pack_and_collate_samples import Collate
 from nnscaler.training.read_settings import compile_request
 from nnscaler.training.recompilation import Vouch
-from nnscaler.training.sample_order_and_loader import Loader, SampleOrder, loader
+from nnscaler.training.sample_order_and_loader import Loader, ReadAhead, SampleOrder, loader
 from nnscaler.training.splittable_optimizers import parameter_groups
 from nnscaler.training.train_settings import Code, HookSettings, OptimizerSettings, ScheduleSettings, TrainSettings
 from nnscaler.transform.plan import Plan
@@ -101,6 +103,8 @@ def load_parts(settings: TrainSettings, model: nn.Module | None = None, data: An
     source = user_function(settings.data.source, "datasets", _DATA) if data is None else None
     found = data if source is None else source(seed=settings.seed)
     training, validation = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    if isinstance(training, IterableDataset) and not settings.data.workers and not hasattr(training, "state_dict"):
+        training = ReadAhead(training)
     if validation is None and settings.validation.every:
         help = "(training, validation), or validation.every = 0"
         message = f"{settings.data.source or '`datasets`'} has no data for validation"
@@ -117,8 +121,10 @@ def first_batch(settings: TrainSettings, parts: Parts, model: nn.Module) -> dict
     before = dataset.state_dict() if hasattr(dataset, "state_dict") else None
     order, packed = training_order(settings, dataset), settings.data.packed or None
     with _reading(settings.data.source, parts.place):
-        whole = loader(dataset, order, DataPart(0, 1), collate=parts.collate, packed=packed)
-    batch = next(read_batches(whole, settings.data.source), None)
+        ahead = min(settings.data.workers, 1) if isinstance(dataset, IterableDataset) else 0  # what it reads is its own
+        whole = loader(dataset, order, DataPart(0, 1), collate=parts.collate, packed=packed, workers=ahead)
+    with nullcontext() if isinstance(dataset, ReadAhead) else generators_kept():
+        batch = next(read_batches(whole, settings.data.source), None)
     if before is not None:
         dataset.load_state_dict(before)
     if batch is None:
@@ -163,7 +169,7 @@ def _reading(source: str, made_at: SourceLocation | None = None) -> Iterator[Non
 def training_order(settings: TrainSettings, dataset: Any) -> SampleOrder:
     """Return the order of the training data; a stream comes in its own."""
     data = settings.data
-    stream = isinstance(dataset, torch.utils.data.IterableDataset)
+    stream = isinstance(dataset, IterableDataset)
     return SampleOrder(data.batch_size, data.shuffle and not stream, settings.seed, data.drop_last)
 
 

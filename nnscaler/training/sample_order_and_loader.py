@@ -174,6 +174,40 @@ class _Stream(IterableDataset[tuple[Any, int, Any, int | None]]):
         return None
 
 
+class ReadAhead(IterableDataset[Any]):
+    """A stream of which the first samples are read once before training: its second iteration goes on with these.
+
+    Iterated again, a stream need not start again: one that reads a pipe, or is its own iterator, has only later ones.
+    An iterator that has a state is made to start again.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset, self._begun, self._kept = dataset, 0, list[Any]()
+        self._rest: Iterator[Any] = iter(())
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the stream, where it wants to know. What was read ahead is the first epoch's."""
+        if hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(epoch)
+        self._begun = 2 if epoch else self._begun
+
+    def __iter__(self) -> Iterator[Any]:
+        self._begun += 1
+        if self._begun == 2:
+            return chain(self._kept, self._rest)
+        rows: Iterator[Any] = iter(self._dataset)
+        if self._begun > 1 or hasattr(rows, "state_dict"):
+            self._begun = 2
+            return rows
+        self._rest = rows
+        return self._keeping()
+
+    def _keeping(self) -> Iterator[Any]:
+        for row in self._rest:
+            self._kept.append(row)
+            yield row
+
+
 @contextmanager
 def _as_only_worker() -> Iterator[None]:
     """While open, a dataset that takes a part of its data by `get_worker_info` takes all of it."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.communication.communicator import ProgramError
@@ -110,6 +111,53 @@ def test_a_function_makes_a_batch_of_rows() -> None:
     expected = plain(Lengths(), stacked(of_lengths(), padded), lambda m, b: m(**b))
     found = trained(Lengths(), (of_lengths(), of_lengths()), data={"collate": padded}, validation={"every": 3})
     assert found == pytest.approx(expected, rel=1e-5)
+
+
+class Once(IterableDataset[Row]):
+    """Its own iterator, as that of a pipe: iterated again it has what was not read."""
+
+    def __init__(self) -> None:
+        self._rows = iter(rows())
+
+    def __iter__(self) -> Iterator[Row]:
+        return self._rows
+
+
+class Counting(IterableDataset[Row]):
+    """Goes on where it was, which each of its iterators moves."""
+
+    def __init__(self) -> None:
+        self._read = 0
+
+    def __iter__(self) -> Iterator[Row]:
+        while self._read < 24:
+            self._read += 1
+            yield rows()[self._read - 1]
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", [Once, Counting])
+def test_a_stream_that_does_not_start_again_loses_no_rows(kind: type[IterableDataset[Row]], workers: int) -> None:
+    whole = trained(Model(), rows(), epochs=1)
+    assert trained(Model(), kind(), epochs=1, data={"workers": workers}) == whole and len(whole) == 3
+
+
+class Drawn(list[Row]):
+    """Rows with noise of torch's own generator, which are kept as they were given."""
+
+    def __getitem__(self, index: Any) -> Any:
+        self.append({"x": torch.randn(6), "y": 0})
+        return list.__getitem__(self, -1)
+
+    def __len__(self) -> int:
+        return 24
+
+
+def test_the_batch_that_is_compiled_for_takes_no_random_numbers() -> None:
+    given = Drawn()
+    trained(Model(), given, epochs=1)
+    found = torch.stack([row["x"] for row in given])
+    assert torch.equal(found[:8], found[8:16]) and not torch.equal(found[:8], found[16:24])
 
 
 class Scaled(Model):
