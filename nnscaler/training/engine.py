@@ -158,10 +158,8 @@ class Engine:
         Raises NnscalerError("layouts_differ") for a tensor that lies otherwise between steps, or is changed by one of
         them and on other ranks in the other one.
         """
-        if program.manifest.ranks != self.world_size:
-            raise NnscalerError(
-                "wrong_ranks", f"a program for {program.manifest.ranks} ranks, and {self.world_size} run"
-            )
+        if (ranks := program.manifest.ranks) != self.world_size:
+            raise NnscalerError("wrong_ranks", f"the program is for {ranks} ranks, and {self.world_size} run")
         check_same_model(program, self.communicator, self.device)
         for engine in self._family:  # programs for other sizes would not see what this one trains: they come again
             engine._current = engine._running[engine._first_size]

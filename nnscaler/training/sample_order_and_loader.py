@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain, islice, pairwise
+from itertools import chain, islice, pairwise, tee
 from typing import Any, cast
 from unittest.mock import patch
 from zlib import crc32
@@ -182,8 +182,8 @@ class ReadAhead(IterableDataset[Any]):
     """
 
     def __init__(self, dataset: Any) -> None:
-        self._dataset, self._begun, self._kept = dataset, 0, list[Any]()
-        self._rest: Iterator[Any] = iter(())
+        self._dataset, self._begun = dataset, 0
+        self._again: Iterator[Any] = iter(())
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the stream, where it wants to know. What was read ahead is the first epoch's."""
@@ -194,18 +194,21 @@ class ReadAhead(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         self._begun += 1
         if self._begun == 2:
-            return chain(self._kept, self._rest)
+            return self._again
         rows: Iterator[Any] = iter(self._dataset)
         if self._begun > 1 or hasattr(rows, "state_dict"):
             self._begun = 2
             return rows
-        self._rest = rows
-        return self._keeping()
+        rows, self._again = tee(rows)
+        return rows
 
-    def _keeping(self) -> Iterator[Any]:
-        for row in self._rest:
-            self._kept.append(row)
-            yield row
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
 
 
 @contextmanager
