@@ -329,13 +329,14 @@ class Engine:
     def _first(self) -> RankExecutor:
         return self._running[self._first_size].executor
 
+    @torch.inference_mode(False)  # in which nothing would be trained
     def _trained(self, batch: Batch, last: bool, keep: Collection[str] | None) -> tuple[Running, Tensor | None]:
         """Run forward and backward, and keep the results that are named; None: all."""
         if isinstance(self._first, StreamExecutor):
             message = f"schedule {self.manifest.schedule} makes an update after each batch, and has no step"
             raise NnscalerError("no_step", message, help="call engine.stream(batches, optimizer.step), or use 1f1b")
         if self.rank == 0 and (changed := self._watch.told()):
-            warnings.warn(changed, stacklevel=3)
+            warnings.warn(changed, stacklevel=4)
         running, rows = self._prepared(batch, training=True)
         running.executor.loss_scale = self.loss_scale
         loss = running.executor.step(rows, last=last, keep=keep)
@@ -356,15 +357,14 @@ class Engine:
         if training:
             self._current = running
         if running.cut:
-            count = sum(rows)
-            wanted = balanced(count, len(rows)) or (count // len(rows),) * len(rows)
+            wanted = balanced(sum(rows), len(rows)) or (sum(rows) // len(rows),) * len(rows)
             if rows != wanted:
                 message = f"the data parts have {list(rows)} rows, and the program takes {list(wanted)}"
                 raise NnscalerError("batch_differs", message, help="engine.loader gives every part its rows")
-        parts = self.data_part.count > 1
-        whole = self._carried & (running.whole if running.cut else named.keys()) if parts else frozenset()
-        joined = {n: whole_batch(t, self.communicator, self.data_part) for n, t in named.items() if n in whole}
-        return running, {**named, **joined}
+        mixed = running.whole if running.cut else named.keys()
+        whole = self._carried & mixed if self.data_part.count > 1 else frozenset()
+        named |= {n: whole_batch(named[n], self.communicator, self.data_part) for n in named if n in whole}
+        return running, named
 
     def _astray(self, running: Running) -> dict[str, Tensor]:
         """Return what a program reads and has from nowhere, as it is now, whole."""

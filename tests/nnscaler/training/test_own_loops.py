@@ -387,7 +387,7 @@ def test_stages_that_divide_the_batch_otherwise_are_given_all_of_it() -> None:
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
 
 
-def test_autocast_around_a_program_is_refused() -> None:
+def test_autocast_around_a_program_is_refused_and_inference_mode_left() -> None:
     single = batch(0) | {"x": batch(0)["x"].float()}
     engine = Engine(nnscaler.parallelize(model(), single, ranks=1, plan="dp=1"))
     with torch.autocast("cpu", torch.bfloat16):
@@ -395,4 +395,5 @@ def test_autocast_around_a_program_is_refused() -> None:
             with pytest.raises(NnscalerError, match=r'torch.autocast\("cpu", bfloat16\) is on around the') as error:
                 call(single)
             assert error.value.code == "autocast_around" and Path(error.value.where.file) == Path(__file__)
-    assert engine.step(single).isfinite()
+    with torch.inference_mode():  # as under no_grad: a step trains
+        assert engine.step(single).isfinite() and all(p.grad is not None for p in engine.parameters.values())
