@@ -24,6 +24,7 @@ from nnscaler.error_text import in_one_line
 from nnscaler.errors import NnscalerError, SourceLocation
 from nnscaler.ir.operation_annotations import signatures
 from nnscaler.ir.precision import Precision
+from nnscaler.manifest import Manifest
 from nnscaler.model_file import find_target, load_loss_function, user_frame, user_function
 from nnscaler.plan_source import plan_source, schedule_of_request
 from nnscaler.planning.cluster.detect_this_machine import found_cluster
@@ -124,7 +125,7 @@ def first_batch(settings: TrainSettings, parts: Parts, model: nn.Module) -> dict
         ahead = min(settings.data.workers, 1) if isinstance(dataset, IterableDataset) else 0  # what it reads is its own
         whole = loader(dataset, order, DataPart(0, 1), collate=parts.collate, packed=packed, workers=ahead)
     with nullcontext() if isinstance(dataset, ReadAhead) else generators_kept():
-        batch = next(read_batches(whole, settings.data.source), None)
+        batch = next(read_batches(whole, settings), None)
     if before is not None:
         dataset.load_state_dict(before)
     if batch is None:
@@ -137,18 +138,19 @@ def first_batch(settings: TrainSettings, parts: Parts, model: nn.Module) -> dict
     return tuple(batch) if isinstance(batch, list | tuple) else (batch,)
 
 
-def read_batches(batches: Loader, source: str) -> Iterator[Any]:
-    """Yield the batches of an epoch. `source`: `file.py::function` of the dataset.
+def read_batches(batches: Loader, settings: TrainSettings, manifest: Manifest | None = None) -> Iterator[Any]:
+    """Yield the batches of an epoch; of packed rows what the program of `manifest` takes.
 
     Raises NnscalerError `data_raised` for what reading them raises, with the user's own line.
     """
     found, end = iter(batches), object()
+    names = {entry.name for entry in manifest.inputs} if manifest and settings.data.packed else None
     while True:
-        with _reading(source):
-            batch = next(found, end)
+        with _reading(settings.data.source):
+            batch: Any = next(found, end)
         if batch is end:
             return
-        yield batch
+        yield batch if names is None else {name: value for name, value in batch.items() if name in names}
 
 
 @contextmanager

@@ -23,7 +23,8 @@ from nnscaler.errors import NnscalerError
 from nnscaler.manifest import Manifest
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.training.cut_batch import DataPart
-from nnscaler.tracing.sample_inputs import BatchConstants
+from nnscaler.tracing.models_with_added_loss import with_loss
+from nnscaler.tracing.sample_inputs import BatchConstants, signature_of
 from nnscaler.tracing.train_and_eval_modes import modes_of
 from nnscaler.training.check_replicas import row_checksum
 from nnscaler.training.user_loop.tell_unfollowed_module_changes import ModuleWatch
@@ -69,7 +70,11 @@ def carried_inputs(program: Program) -> frozenset[str]:
 
 def constants_of(program: Program) -> BatchConstants:
     """Return the constants that the sample batch of a program had; none where it is not known."""
-    return BatchConstants((), {}) if program.origin is None else BatchConstants(*program.origin.rebuild(program.inputs))
+    origin = program.origin
+    if origin is None:
+        return BatchConstants((), {})
+    takes = origin.module if origin.loss_fn is None else with_loss(origin.module, origin.loss_fn)
+    return BatchConstants(*origin.rebuild(program.inputs), signature_of(takes))
 
 
 def has_modes(program: Program) -> bool:

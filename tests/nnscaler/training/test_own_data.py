@@ -182,6 +182,53 @@ def test_a_number_in_a_batch_is_a_constant() -> None:
         trained(Scaled(), rows(), data={"collate": scales(True)})
 
 
+class Masked(Model):
+    def forward(self, x: Tensor, y: Tensor, mask: Tensor | None = None, scale: float = 1.0, **others: Any) -> Tensor:
+        x = x if mask is None else x * mask[:, None]
+        return super().forward(x, y) * scale
+
+
+def with_later(first: Row, later: Row) -> Callable[[list[Row]], Row]:
+    """A batch with `first` besides, and from the second one on with `later`; the first is read twice."""
+    given = iter([first, first, *[later] * 9])
+    return lambda found: {**torch.utils.data.default_collate(found), **next(given)}
+
+
+MASK = {"mask": torch.ones(8)}
+LATER: dict[str, tuple[Row, Row, str]] = {
+    "tensor": ({}, MASK, "the batch has mask = a tensor, and the program was compiled with None"),
+    "number": ({}, {"scale": 2.0}, "the batch has scale = 2.0, and the program was compiled with 1.0"),
+    "default": ({"scale": 2.0}, {}, "the batch has scale = 1.0, and the program was compiled with 2.0"),
+    "any": ({}, {"else": torch.ones(8)}, "the batch has else = a tensor, and the program was compiled with nothing"),
+}
+
+
+@pytest.mark.parametrize("case", LATER)
+def test_an_argument_that_later_batches_alone_have_or_lack_is_refused(case: str) -> None:
+    first, later, message = LATER[case]
+    with pytest.raises(NnscalerError, match=message):
+        trained(Masked(), rows(), data={"collate": with_later(first, later)})
+
+
+def test_a_default_may_be_left_out() -> None:
+    expected = trained(Masked(), rows())
+    assert trained(Masked(), rows(), data={"collate": with_later({"scale": 1.0, "mask": None}, {})}) == expected
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, 9)
+
+    def forward(self, ids: Tensor, labels: Tensor, **others: Any) -> Tensor:
+        assert not others
+        return nn.functional.cross_entropy(self.table(ids).flatten(0, 1), labels.flatten())
+
+
+def test_of_packed_rows_a_model_gets_what_it_names() -> None:
+    assert len(trained(Words(), [torch.arange(9)] * 16, data={"packed": 6})) == 6
+
+
 def without(row: Row, name: str) -> Row:
     return {key: value for key, value in row.items() if key != name}
 
