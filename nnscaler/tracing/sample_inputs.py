@@ -110,15 +110,15 @@ class BatchConstants:
 
     def _pairs(self, batch: Any) -> Iterator[tuple[str, Any, Mapping[str, str]]]:
         """Yield each argument with what it is in a batch, and the constants that it had: where a batch has none, or
-        had none, that is forward's default."""
+        had none, that is forward's default. What has no default, and is left out, is what the program has."""
         positional, named = self._wanted
         if not isinstance(batch, Mapping):
             yield from ((f"item {i}", *pair) for i, pair in enumerate(zip(batch, positional, strict=False)))
             return
         given = [name for name in batch if name not in named and self._takes(name)]
         for name in (*named, *given):
-            default = self._parameters[name].default if name in self._parameters else _UNKNOWN
-            if name in batch or (default is not _UNKNOWN and _TENSOR not in named[name].values()):
+            default = self._parameters[name].default if name in self._parameters else _NO_DEFAULT
+            if name in batch or (default is not _NO_DEFAULT and _TENSOR not in named[name].values()):
                 yield name, batch.get(name, default), named[name] if name in named else _constants(default)
 
     def _takes(self, name: Any) -> bool:
@@ -137,7 +137,7 @@ class BatchConstants:
                 raise NnscalerError("batch_differs", message, help=help)
 
 
-_TENSOR, _UNKNOWN = "a tensor", object()
+_TENSOR, _NO_DEFAULT = "a tensor", inspect.Parameter.empty
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 

@@ -42,7 +42,6 @@ from nnscaler.runtime.training.saving.rank_tensors_as_boxes import (
     stored_tensors,
     trained_tensors,
 )
-from nnscaler.tracing.sample_inputs import named_tensors
 from nnscaler.tracing.trace import refuse_autocast_around
 from nnscaler.training.check_replicas import check_replicas, check_same_model, check_same_stream
 from nnscaler.training.program_on_rank import (
@@ -57,6 +56,7 @@ from nnscaler.training.recompilation import (
     SentProgram,
     SizeClass,
     agreed,
+    as_inputs,
     carried_inputs,
     compile_size,
     constants_of,
@@ -372,17 +372,8 @@ class Engine:
 
     def _named(self, batch: Batch) -> dict[str, Tensor]:
         refuse_autocast_around("the engine", self.device.type)
-        names = [entry.name for entry in self.manifest.inputs]
-        named = named_tensors(batch, names)
         self._constants.check(batch)
-        if named is None:
-            given = sorted(batch) if isinstance(batch, Mapping) else f"{len(batch)} tensors"
-            raise NnscalerError("batch_differs", f"the batch has {given}, and the model takes {names}")
-        for entry in self.manifest.inputs:
-            if (has := named[entry.name].dim()) != (dims := len(entry.shape)):
-                message = f"input {entry.name!r} has {has} dims, and the model was compiled for {dims}"
-                raise NnscalerError("batch_differs", message)
-        return named
+        return as_inputs(batch, self.manifest.inputs)
 
     def _compiled(self, size: SizeClass, batch: Mapping[str, Tensor]) -> Running:
         made = compile_size(self.program, size, batch, self.communicator, self.settings.vouch, self._watch)

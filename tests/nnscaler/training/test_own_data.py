@@ -197,6 +197,7 @@ def with_later(first: Row, later: Row) -> Callable[[list[Row]], Row]:
 MASK = {"mask": torch.ones(8)}
 LATER: dict[str, tuple[Row, Row, str]] = {
     "tensor": ({}, MASK, "the batch has mask = a tensor, and the program was compiled with None"),
+    "dtype": (MASK, {"mask": torch.ones(8, dtype=torch.bool)}, "input 'mask' is bool, and the model was compiled for"),
     "number": ({}, {"scale": 2.0}, "the batch has scale = 2.0, and the program was compiled with 1.0"),
     "default": ({"scale": 2.0}, {}, "the batch has scale = 1.0, and the program was compiled with 2.0"),
     "any": ({}, {"else": torch.ones(8)}, "the batch has else = a tensor, and the program was compiled with nothing"),
