@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -265,6 +266,29 @@ def test_an_error_under_way_has_the_models_line() -> None:
         match=r"\(test_own_data\.py:\d+  `return nn\.functional\.cross_entropy.*: a label is not in range\(4\)",
     ):
         trained(Model(), data)
+
+
+class Careful(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: Tensor) -> Tensor:
+        if "NO_MORE" in os.environ:
+            raise ValueError("no more")
+        return gradient.clone()
+
+
+class CarefulModel(Model):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(Careful.apply(self.outputs(x)), y)  # type: ignore[no-untyped-call]
+
+
+def test_an_error_in_a_function_of_the_users_has_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = {"on_step": lambda trainer: monkeypatch.setenv("NO_MORE", "1")}
+    with pytest.raises(ProgramError, match=r"raised in \S+test_own_data\.py:\d+  `raise ValueError.*: no more"):
+        trained(CarefulModel(), rows(), hooks=ends)
 
 
 class Outputs(Model):
