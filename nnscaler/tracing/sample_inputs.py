@@ -101,8 +101,12 @@ class BatchConstants:
     def _wanted(self) -> tuple[tuple[Mapping[str, str], ...], Mapping[str, Mapping[str, str]]]:
         """The constants of each argument, and by name: a batch is checked in every step."""
         positional = tuple(map(_constants, self.args))
-        names = [name for name, parameter in self._parameters.items() if parameter.kind in _POSITIONAL]
-        return positional, {**dict(zip(names, positional, strict=False)), **_each(self.kwargs)}
+        return positional, {**dict(zip(self._names, positional, strict=False)), **_each(self.kwargs)}
+
+    @cached_property
+    def _names(self) -> list[str]:
+        """What takes positional arguments."""
+        return [name for name, parameter in self._parameters.items() if parameter.kind in _POSITIONAL]
 
     @cached_property
     def _parameters(self) -> Mapping[str, inspect.Parameter]:
@@ -113,8 +117,10 @@ class BatchConstants:
         had none, that is forward's default. What has no default, and is left out, is what the program has."""
         positional, named = self._wanted
         if not isinstance(batch, Mapping):
-            yield from ((f"item {i}", *pair) for i, pair in enumerate(zip(batch, positional, strict=False)))
-            return
+            if len(batch) > len(self._names):
+                yield from ((f"item {i}", *pair) for i, pair in enumerate(zip(batch, positional, strict=False)))
+                return
+            batch = dict(zip(self._names, batch, strict=False))
         given = [name for name in batch if name not in named and self._takes(name)]
         for name in (*named, *given):
             default = self._parameters[name].default if name in self._parameters else _NO_DEFAULT
