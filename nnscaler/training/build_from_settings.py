@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
@@ -32,6 +33,7 @@ from nnscaler.random_generators import generators_kept
 from nnscaler.runtime.training.cut_batch import DataPart
 from nnscaler.scheduling.registry import get_schedule, is_stream
 from nnscaler.scheduling.schedule import ScheduleKind
+from nnscaler.tracing.export.user_source_locations import location_of_trace
 from nnscaler.training.compile_on_first_rank import compile_once
 from nnscaler.training.engine import Engine
 from nnscaler.training.functional_optimizer import state_bytes
@@ -163,9 +165,16 @@ def _reading(source: str, made_at: SourceLocation | None = None) -> Iterator[Non
     except (MemoryError, OSError):
         raise
     except Exception as error:
-        place = user_frame(error, Path(source.partition("::")[0]).resolve().parent)
-        message = f"reading the data raises {in_one_line(error)}"
-        raise NnscalerError("data_raised", message, place) from error
+        told, place = in_one_line(error), user_frame(error, Path(source.partition("::")[0]).resolve().parent)
+        worker = _OF_WORKER.match(str(error))
+        if worker is not None:  # from another process comes the text of an error
+            told, place = worker[1], location_of_trace(str(error))
+        raise NnscalerError("data_raised", f"reading the data raises {told}", place) from error
+
+
+_OF_WORKER = re.compile(
+    r"Caught \w+ in DataLoader worker .*\n(?:Original )?Traceback [^\n]*\n(?: [^\n]*\n|\n)*([^\n]+)", re.DOTALL
+)
 
 
 def training_order(settings: TrainSettings, dataset: Any) -> SampleOrder:

@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._utils import ExceptionWrapper
 from torch.utils.data import IterableDataset
 
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.training import build_from_settings
+from nnscaler.training.build_from_settings import read_batches
+from nnscaler.training.train_settings import TrainSettings
 from nnscaler.training.trainer import Trainer
 
 Row = dict[str, Any]
@@ -289,6 +292,24 @@ def test_an_error_in_a_function_of_the_users_has_its_line(monkeypatch: pytest.Mo
     ends = {"on_step": lambda trainer: monkeypatch.setenv("NO_MORE", "1")}
     with pytest.raises(ProgramError, match=r"raised in \S+test_own_data\.py:\d+  `raise ValueError.*: no more"):
         trained(CarefulModel(), rows(), hooks=ends)
+
+
+def broken_in_a_worker() -> Iterator[Row]:
+    try:
+        {}["row 13"]
+    except KeyError:
+        try:
+            raise ValueError("row 13 is broken\nand another line")
+        except ValueError:
+            ExceptionWrapper(where="in DataLoader worker process 0").reraise()
+    yield {}
+
+
+def test_an_error_of_a_worker_has_its_own_text_and_line() -> None:
+    with pytest.raises(NnscalerError, match=r"^reading the data raises ValueError: row 13 is broken\n") as caught:
+        list(read_batches(broken_in_a_worker(), TrainSettings()))  # type: ignore[arg-type]
+    where = caught.value.where
+    assert where is not None and (Path(where.file), where.text[:16]) == (Path(__file__), "raise ValueError")
 
 
 class Outputs(Model):
