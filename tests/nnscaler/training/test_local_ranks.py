@@ -153,7 +153,11 @@ raise ERROR
 
 @pytest.mark.parametrize(
     ("text", "code"),
-    [(COMMAND, 3), (SCRIPT.replace("ERROR", "ValueError"), 1), (SCRIPT.replace("ERROR", "KeyboardInterrupt"), 130)],
+    [
+        (COMMAND, 3),
+        (SCRIPT.replace("ERROR", "ValueError"), 1),
+        pytest.param(SCRIPT.replace("ERROR", "KeyboardInterrupt"), 130, marks=pytest.mark.long),
+    ],
 )
 def test_a_rank_that_fails_ends_with_its_code_although_a_thread_waits_for_another(text: str, code: int) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "RANK": "0"}
