@@ -21,14 +21,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import CombinedLoader
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nnscaler.compile import parallelize
 from nnscaler.errors import NnscalerError
-from nnscaler.integrations.lightning_checks import Fixed, Switches, check_module, with_tensors_of
+from nnscaler.integrations.lightning_checks import Fixed, Switches, check_module, read_first, with_tensors_of
 from nnscaler.integrations.lightning_steps import (
     LOGGED,
     LOSS,
@@ -134,11 +133,8 @@ class NnscalerStrategy(DDPStrategy):
         vars(self.precision_plugin)["clip_grad_by_norm"] = self._clip_grad_by_norm
 
     def _first_batch(self, trainer: Trainer, module: LightningModule) -> Any:
-        """Return a batch as `training_step` gets it; the loaders that follow draw as if it had not been read."""
-        with torch.random.fork_rng(devices=[]):
-            loaders = trainer.fit_loop._data_source.dataloader()  # one, or several in a dict or list
-            loaders = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
-            batch, *_ = next(iter(loaders), (None,))
+        """Return a batch as `training_step` gets it; training reads as if it had not been read."""
+        batch = read_first(trainer.fit_loop._data_source)
         if batch is None:
             raise NnscalerError("bad_data", "the training data has no batch")
         batch = self.precision_plugin.convert_input(batch)

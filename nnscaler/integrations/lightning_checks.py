@@ -11,14 +11,18 @@ from typing import Any
 import lightning.pytorch.callbacks
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, IterableDataset
 
 from nnscaler.errors import NnscalerError
+from nnscaler.global_random_generators import generators_kept
 from nnscaler.integrations.lightning_steps import StepModule
 from nnscaler.tracing.sample_inputs import flatten_inputs, numbers_and_texts
 from nnscaler.training.engine import Engine
+from nnscaler.training.sample_order_and_loader import ReadAhead
 from nnscaler.training.splittable_optimizers import check_group, groups_checked
 
 # Callbacks that read or change the module's weights, or unfreeze them: class, what it does, what to do instead.
@@ -120,6 +124,25 @@ class Fixed:
 def _numbers_and_texts(batch: Any) -> tuple[list[int | float], list[str | bytes]]:
     leaves = numbers_and_texts(batch)
     return [x for x in leaves if isinstance(x, int | float)], [x for x in leaves if isinstance(x, str | bytes)]
+
+
+def read_first(source: Any) -> Any:
+    """Return the first batch of the loaders that a source gives; None where there is none. Asked once more, the source
+    gives the same loaders, which begin with that batch."""
+    loaders = source.dataloader()  # one, or several in a dict or list
+    combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
+    for one in combined.flattened:
+        if isinstance(one, DataLoader) and isinstance(one.dataset, IterableDataset) and not one.num_workers:
+            vars(one)["dataset"] = ReadAhead(one.dataset)  # torch lets nobody set it
+
+    def again() -> Any:
+        del source.dataloader
+        return loaders
+
+    source.dataloader = again
+    with generators_kept():
+        batch, *_ = next(iter(combined), (None,))
+    return batch
 
 
 class Switches:

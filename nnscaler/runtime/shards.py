@@ -116,7 +116,7 @@ def _held(size: int, splits: Sequence[tuple[Sharded, int, int]]) -> Tensor:
     for position, cut in nested([(cut, parts) for cut, parts, _ in splits]):
         _, parts, coordinate = splits[position]
         held = piece_of(held, cut, parts, coordinate)
-    return held
+    return held.contiguous()  # else torch warns where it is searched
 
 
 def _select(tensor: Tensor, dim: int, indices: Tensor) -> Tensor:

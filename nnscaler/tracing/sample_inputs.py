@@ -6,7 +6,7 @@ import inspect
 import keyword
 import numbers
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -88,26 +88,51 @@ def named_tensors(batch: Any, names: Sequence[str]) -> dict[str, Tensor] | None:
 class BatchConstants:
     """The arguments of a sample batch, whose numbers and texts are constants of the program.
 
-    args    positional ones
-    kwargs  by name
+    args       positional ones
+    kwargs     by name
+    signature  of what takes them; None: not known
     """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    signature: inspect.Signature | None = None
 
     @cached_property
     def _wanted(self) -> tuple[tuple[Mapping[str, str], ...], Mapping[str, Mapping[str, str]]]:
-        """The constants of each argument: a batch is checked in every step."""
-        return tuple(map(_constants, self.args)), {name: _constants(value) for name, value in self.kwargs.items()}
+        """The constants of each argument, and by name: a batch is checked in every step."""
+        positional = tuple(map(_constants, self.args))
+        return positional, {**dict(zip(self._names, positional, strict=False)), **_each(self.kwargs)}
+
+    @cached_property
+    def _names(self) -> list[str]:
+        """What takes positional arguments."""
+        return [name for name, parameter in self._parameters.items() if parameter.kind in _POSITIONAL]
+
+    @cached_property
+    def _parameters(self) -> Mapping[str, inspect.Parameter]:
+        return {} if self.signature is None else self.signature.parameters
+
+    def _pairs(self, batch: Any) -> Iterator[tuple[str, Any, Mapping[str, str]]]:
+        """Yield each argument with what it is in a batch, and the constants that it had: where a batch has none, or
+        had none, that is forward's default. What has no default, and is left out, is what the program has."""
+        positional, named = self._wanted
+        if not isinstance(batch, Mapping):
+            if len(batch) > len(self._names):
+                yield from ((f"item {i}", *pair) for i, pair in enumerate(zip(batch, positional, strict=False)))
+                return
+            batch = dict(zip(self._names, batch, strict=False))
+        given = [name for name in batch if name not in named and self._takes(name)]
+        for name in (*named, *given):
+            default = self._parameters[name].default if name in self._parameters else _NO_DEFAULT
+            if name in batch or (default is not _NO_DEFAULT and _TENSOR not in named[name].values()):
+                yield name, batch.get(name, default), named[name] if name in named else _constants(default)
+
+    def _takes(self, name: Any) -> bool:
+        return name in self._parameters or any(p.kind == p.VAR_KEYWORD for p in self._parameters.values())
 
     def check(self, batch: Any) -> None:
         """Check that another batch has the same ones. Raises NnscalerError "batch_differs"."""
-        positional, named = self._wanted
-        if isinstance(batch, Mapping):
-            pairs = [(name, batch[name], wanted) for name, wanted in named.items() if name in batch]
-        else:
-            pairs = [(f"item {i}", *pair) for i, pair in enumerate(zip(batch, positional, strict=False))]
-        for name, given, wanted in pairs:
+        for name, given, wanted in self._pairs(batch):
             found = _constants(given)
             differs = next((path for path in {**wanted, **found} if found.get(path) != wanted.get(path)), None)
             if differs is not None:
@@ -118,6 +143,14 @@ class BatchConstants:
                 raise NnscalerError("batch_differs", message, help=help)
 
 
+_TENSOR, _NO_DEFAULT = "a tensor", inspect.Parameter.empty
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def _each(arguments: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    return {name: _constants(value) for name, value in arguments.items()}
+
+
 def numbers_and_texts(value: Any) -> list[Any]:
     """Return the numbers (numpy's too) and texts of a nested value, in order."""
     return [leaf for _, leaf in leaves_of(value) if isinstance(leaf, numbers.Number | str | bytes)]
@@ -126,16 +159,15 @@ def numbers_and_texts(value: Any) -> list[Any]:
 def _constants(value: Any) -> dict[str, str]:
     """Return by place what of a nested value stands in a program: a tensor is one, whatever its numbers."""
     return {
-        path: "a tensor" if isinstance(leaf, Tensor) else repr(leaf.tolist() if isinstance(leaf, np.ndarray) else leaf)
+        path: _TENSOR if isinstance(leaf, Tensor) else repr(leaf.tolist() if isinstance(leaf, np.ndarray) else leaf)
         for path, leaf in leaves_of(value)
         if leaf is None or isinstance(leaf, Tensor | np.ndarray | numbers.Number | str | bytes)
     }
 
 
 def _check_arguments(module: nn.Module, sample_inputs: Any) -> None:
-    try:
-        signature = _signature(module)
-    except (TypeError, ValueError):  # not written in Python: the call itself will tell
+    signature = signature_of(module)
+    if signature is None:
         return
     plain = isinstance(sample_inputs, tuple | list) and not hasattr(sample_inputs, "_fields")
     try:
@@ -153,19 +185,21 @@ def _check_arguments(module: nn.Module, sample_inputs: Any) -> None:
         ) from None
 
 
-def _signature(module: nn.Module) -> inspect.Signature:
-    """Return the signature of a batch; with a loss outside of the model it is wider than that of `forward`."""
+def signature_of(module: nn.Module) -> inspect.Signature | None:
+    """Return the signature of a batch; with a loss outside of the model it is wider than that of `forward`. None where
+    it is not written in Python: the call itself will tell."""
     wider: Any = getattr(type(module), "batch_signature", None)
-    return wider if isinstance(wider, inspect.Signature) else inspect.signature(module.forward)
+    if isinstance(wider, inspect.Signature):
+        return wider
+    try:
+        return inspect.signature(module.forward)
+    except (TypeError, ValueError):
+        return None
 
 
 def _positional_names(module: nn.Module, count: int) -> list[str]:
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    try:
-        parameters = _signature(module).parameters.values()
-    except (TypeError, ValueError):
-        parameters = {}.values()
-    names = [p.name for p in parameters if p.kind in kinds]
+    signature = signature_of(module)
+    names = [] if signature is None else [p.name for p in signature.parameters.values() if p.kind in _POSITIONAL]
     return [names[i] if i < len(names) else f"input_{i}" for i in range(count)]
 
 

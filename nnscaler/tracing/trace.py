@@ -30,6 +30,7 @@ from nnscaler.tracing.export.custom_gradients import (
 from nnscaler.tracing.export.independent_module_copies import refuse_shared_memory
 from nnscaler.tracing.export.loss_module import LossModule, is_meta, mode_note, result_notes
 from nnscaler.tracing.export.mutated_attributes_and_draws import told_of_attributes, told_of_draws
+from nnscaler.tracing.export.user_source_locations import location_of_frames
 from nnscaler.tracing.float64_run import device_of
 from nnscaler.tracing.models_with_added_loss import LossFunction, with_loss
 from nnscaler.tracing.passes import run_passes
@@ -90,6 +91,7 @@ def trace(
 
 def _trace(module: nn.Module, sample_inputs: Any, self_check: bool, specialise: bool, repeat_layers: str) -> Traced:
     _refuse_unready(module)
+    refuse_autocast_around("the compilation", device_of(module))
     sample = flatten_inputs(module, sample_inputs)
     meta = is_meta(module)
     tensors = tuple(t.to("meta") if meta else t for t in sample.tensors.values())
@@ -138,6 +140,16 @@ def _refuse_unready(module: nn.Module) -> None:
     if lazy is not None:
         help = "call the module on a batch first, and the same on every rank"
         raise NnscalerError("trace_failed", f"`{lazy}` is lazy, and has no shape and no values yet", help=help)
+
+
+def refuse_autocast_around(what: str, device: str) -> None:
+    """Raise NnscalerError("autocast_around") where autocast is on: torch would apply it to the lines of a program,
+    whose text and messages have the dtypes that the regions of the model give them."""
+    if torch.is_autocast_enabled(device):
+        dtype = dtype_name(torch.get_autocast_dtype(device))
+        message = f'torch.autocast("{device}", {dtype}) is on around {what}: a program has the regions in forward alone'
+        help = f'open it in forward, or compile with precision="{dtype}", which casts parameters and inputs'
+        raise NnscalerError("autocast_around", message, location_of_frames(), help)
 
 
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")

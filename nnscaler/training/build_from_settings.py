@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import IterableDataset
 
 from op_registry.call import dtype_name
 from op_registry.registry import default_registry
@@ -21,21 +23,24 @@ from nnscaler.codegen.compiled_program import Program
 from nnscaler.compile import parallelize
 from nnscaler.errors import NnscalerError, SourceLocation
 from nnscaler.exception_in_one_line import in_one_line
+from nnscaler.global_random_generators import generators_kept
 from nnscaler.ir.mixed_precision_dtypes import Precision
 from nnscaler.ir.operation_annotations import signatures
+from nnscaler.manifest import Manifest
 from nnscaler.model_file import find_target, load_loss_function, user_frame, user_function
 from nnscaler.plan_source import plan_source, schedule_of_request
 from nnscaler.planning.cluster.detect_this_machine import found_cluster
 from nnscaler.runtime.training.cut_batch import DataPart
 from nnscaler.scheduling.registry import get_schedule, is_stream
 from nnscaler.scheduling.schedule import ScheduleKind
+from nnscaler.tracing.export.user_source_locations import location_of_trace
 from nnscaler.training.compile_on_first_rank import compile_once
 from nnscaler.training.engine import Engine
 from nnscaler.training.functional_optimizer import state_bytes
 from nnscaler.training.pack_and_collate_samples import Collate
 from nnscaler.training.programs_by_batch_size import Vouch
 from nnscaler.training.read_settings import compile_request
-from nnscaler.training.sample_order_and_loader import Loader, SampleOrder, loader
+from nnscaler.training.sample_order_and_loader import Loader, ReadAhead, SampleOrder, loader
 from nnscaler.training.splittable_optimizers import parameter_groups
 from nnscaler.training.train_settings import Code, HookSettings, OptimizerSettings, ScheduleSettings, TrainSettings
 from nnscaler.transform.plan import Plan
@@ -101,6 +106,8 @@ def load_parts(settings: TrainSettings, model: nn.Module | None = None, data: An
     source = user_function(settings.data.source, "datasets", _DATA) if data is None else None
     found = data if source is None else source(seed=settings.seed)
     training, validation = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    if isinstance(training, IterableDataset) and not settings.data.workers and not hasattr(training, "state_dict"):
+        training = ReadAhead(training)
     if validation is None and settings.validation.every:
         help = "(training, validation), or validation.every = 0"
         message = f"{settings.data.source or '`datasets`'} has no data for validation"
@@ -117,8 +124,10 @@ def first_batch(settings: TrainSettings, parts: Parts, model: nn.Module) -> dict
     before = dataset.state_dict() if hasattr(dataset, "state_dict") else None
     order, packed = training_order(settings, dataset), settings.data.packed or None
     with _reading(settings.data.source, parts.place):
-        whole = loader(dataset, order, DataPart(0, 1), collate=parts.collate, packed=packed)
-    batch = next(read_batches(whole, settings.data.source), None)
+        ahead = min(settings.data.workers, 1) if isinstance(dataset, IterableDataset) else 0  # what it reads is its own
+        whole = loader(dataset, order, DataPart(0, 1), collate=parts.collate, packed=packed, workers=ahead)
+    with nullcontext() if isinstance(dataset, ReadAhead) else generators_kept():
+        batch = next(read_batches(whole, settings), None)
     if before is not None:
         dataset.load_state_dict(before)
     if batch is None:
@@ -131,18 +140,19 @@ def first_batch(settings: TrainSettings, parts: Parts, model: nn.Module) -> dict
     return tuple(batch) if isinstance(batch, list | tuple) else (batch,)
 
 
-def read_batches(batches: Loader, source: str) -> Iterator[Any]:
-    """Yield the batches of an epoch. `source`: `file.py::function` of the dataset.
+def read_batches(batches: Loader, settings: TrainSettings, manifest: Manifest | None = None) -> Iterator[Any]:
+    """Yield the batches of an epoch; of packed rows what the program of `manifest` takes.
 
     Raises NnscalerError `data_raised` for what reading them raises, with the user's own line.
     """
     found, end = iter(batches), object()
+    names = {entry.name for entry in manifest.inputs} if manifest and settings.data.packed else None
     while True:
-        with _reading(source):
-            batch = next(found, end)
+        with _reading(settings.data.source):
+            batch: Any = next(found, end)
         if batch is end:
             return
-        yield batch
+        yield batch if names is None else {name: value for name, value in batch.items() if name in names}
 
 
 @contextmanager
@@ -155,15 +165,22 @@ def _reading(source: str, made_at: SourceLocation | None = None) -> Iterator[Non
     except (MemoryError, OSError):
         raise
     except Exception as error:
-        place = user_frame(error, Path(source.partition("::")[0]).resolve().parent)
-        message = f"reading the data raises {in_one_line(error)}"
-        raise NnscalerError("data_raised", message, place) from error
+        told, place = in_one_line(error), user_frame(error, Path(source.partition("::")[0]).resolve().parent)
+        worker = _OF_WORKER.match(str(error))
+        if worker is not None:  # from another process comes the text of an error
+            told, place = worker[1], location_of_trace(str(error))
+        raise NnscalerError("data_raised", f"reading the data raises {told}", place) from error
+
+
+_OF_WORKER = re.compile(
+    r"Caught \w+ in DataLoader worker .*\n(?:Original )?Traceback [^\n]*\n(?: [^\n]*\n|\n)*([^\n]+)", re.DOTALL
+)
 
 
 def training_order(settings: TrainSettings, dataset: Any) -> SampleOrder:
     """Return the order of the training data; a stream comes in its own."""
     data = settings.data
-    stream = isinstance(dataset, torch.utils.data.IterableDataset)
+    stream = isinstance(dataset, IterableDataset)
     return SampleOrder(data.batch_size, data.shuffle and not stream, settings.seed, data.drop_last)
 
 

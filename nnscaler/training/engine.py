@@ -42,7 +42,7 @@ from nnscaler.runtime.training.saving.rank_tensors_as_boxes import (
     stored_tensors,
     trained_tensors,
 )
-from nnscaler.tracing.sample_inputs import named_tensors
+from nnscaler.tracing.trace import refuse_autocast_around
 from nnscaler.training.check_replicas import check_replicas, check_same_model, check_same_stream
 from nnscaler.training.program_on_rank import (
     EngineSettings,
@@ -56,6 +56,7 @@ from nnscaler.training.programs_by_batch_size import (
     SentProgram,
     SizeClass,
     agreed,
+    as_inputs,
     carried_inputs,
     compile_size,
     constants_of,
@@ -157,9 +158,8 @@ class Engine:
         Raises NnscalerError("layouts_differ") for a tensor that lies otherwise between steps, or is changed by one of
         them and on other ranks in the other one.
         """
-        if program.manifest.ranks != self.world_size:
-            message = f"the program is for {program.manifest.ranks} ranks, and {self.world_size} run"
-            raise NnscalerError("wrong_ranks", message)
+        if (ranks := program.manifest.ranks) != self.world_size:
+            raise NnscalerError("wrong_ranks", f"the program is for {ranks} ranks, and {self.world_size} run")
         check_same_model(program, self.communicator, self.device)
         for engine in self._family:  # programs for other sizes would not see what this one trains: they come again
             engine._current = engine._running[engine._first_size]
@@ -329,13 +329,14 @@ class Engine:
     def _first(self) -> RankExecutor:
         return self._running[self._first_size].executor
 
+    @torch.inference_mode(False)  # in which nothing would be trained
     def _trained(self, batch: Batch, last: bool, keep: Collection[str] | None) -> tuple[Running, Tensor | None]:
         """Run forward and backward, and keep the results that are named; None: all."""
         if isinstance(self._first, StreamExecutor):
             message = f"schedule {self.manifest.schedule} makes an update after each batch, and has no step"
             raise NnscalerError("no_step", message, help="call engine.stream(batches, optimizer.step), or use 1f1b")
         if self.rank == 0 and (changed := self._watch.told()):
-            warnings.warn(changed, stacklevel=3)
+            warnings.warn(changed, stacklevel=4)
         running, rows = self._prepared(batch, training=True)
         running.executor.loss_scale = self.loss_scale
         loss = running.executor.step(rows, last=last, keep=keep)
@@ -356,33 +357,23 @@ class Engine:
         if training:
             self._current = running
         if running.cut:
-            count = sum(rows)
-            wanted = balanced(count, len(rows)) or (count // len(rows),) * len(rows)
+            wanted = balanced(sum(rows), len(rows)) or (sum(rows) // len(rows),) * len(rows)
             if rows != wanted:
                 message = f"the data parts have {list(rows)} rows, and the program takes {list(wanted)}"
                 raise NnscalerError("batch_differs", message, help="engine.loader gives every part its rows")
-        parts = self.data_part.count > 1
-        whole = self._carried & (running.whole if running.cut else named.keys()) if parts else frozenset()
-        joined = {n: whole_batch(t, self.communicator, self.data_part) for n, t in named.items() if n in whole}
-        return running, {**named, **joined}
+        mixed = running.whole if running.cut else named.keys()
+        whole = self._carried & mixed if self.data_part.count > 1 else frozenset()
+        named |= {n: whole_batch(named[n], self.communicator, self.data_part) for n in named if n in whole}
+        return running, named
 
     def _astray(self, running: Running) -> dict[str, Tensor]:
         """Return what a program reads and has from nowhere, as it is now, whole."""
         return gathered_state([entry for entry in self.stored() if entry.fqn in running.strays], self.communicator)
 
     def _named(self, batch: Batch) -> dict[str, Tensor]:
-        names = [entry.name for entry in self.manifest.inputs]
-        named = named_tensors(batch, names)
+        refuse_autocast_around("the engine", self.device.type)
         self._constants.check(batch)
-        if named is None:
-            given = sorted(batch) if isinstance(batch, Mapping) else f"{len(batch)} tensors"
-            raise NnscalerError("batch_differs", f"the batch has {given}, and the model takes {names}")
-        for entry in self.manifest.inputs:
-            has, dims = named[entry.name].dim(), len(entry.shape)
-            if has != dims:
-                message = f"input {entry.name!r} has {has} dims, and the model was compiled for {dims}"
-                raise NnscalerError("batch_differs", message)
-        return named
+        return as_inputs(batch, self.manifest.inputs)
 
     def _compiled(self, size: SizeClass, batch: Mapping[str, Tensor]) -> Running:
         made = compile_size(self.program, size, batch, self.communicator, self.settings.vouch, self._watch)

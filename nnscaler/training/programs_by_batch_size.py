@@ -18,13 +18,17 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from op_registry.call import dtype_name
+
 from nnscaler.codegen.compiled_program import Program
 from nnscaler.compile import for_batch
 from nnscaler.errors import NnscalerError
-from nnscaler.manifest import Manifest
+from nnscaler.manifest import InputRecord, Manifest
 from nnscaler.runtime.communication.communicator import Communicator
+from nnscaler.runtime.training.autocast_on_any_device import dtype_named
 from nnscaler.runtime.training.cut_batch import DataPart
-from nnscaler.tracing.sample_inputs import BatchConstants
+from nnscaler.tracing.models_with_added_loss import with_loss
+from nnscaler.tracing.sample_inputs import BatchConstants, named_tensors, signature_of
 from nnscaler.tracing.set_and_restore_modes import modes_of
 from nnscaler.training.check_replicas import row_checksum
 from nnscaler.training.user_loop.tell_unfollowed_module_changes import ModuleWatch
@@ -70,7 +74,37 @@ def carried_inputs(program: Program) -> frozenset[str]:
 
 def constants_of(program: Program) -> BatchConstants:
     """Return the constants that the sample batch of a program had; none where it is not known."""
-    return BatchConstants((), {}) if program.origin is None else BatchConstants(*program.origin.rebuild(program.inputs))
+    origin = program.origin
+    if origin is None:
+        return BatchConstants((), {})
+    takes = origin.module if origin.loss_fn is None else with_loss(origin.module, origin.loss_fn)
+    return BatchConstants(*origin.rebuild(program.inputs), signature_of(takes))
+
+
+def as_inputs(batch: Any, inputs: Sequence[InputRecord]) -> dict[str, Tensor]:
+    """Return the tensors of a batch by the names of a program's inputs.
+
+    Raises NnscalerError("batch_differs") where there are others, or of another number of dims; or of another dtype, on
+    which the model's code may branch: floating ones are cast, or mixed as torch mixes them.
+    """
+    names = [entry.name for entry in inputs]
+    named = named_tensors(batch, names)
+    if named is None:
+        given = sorted(batch) if isinstance(batch, Mapping) else f"{len(batch)} tensors"
+        raise NnscalerError("batch_differs", f"the batch has {given}, and the model takes {names}")
+    for entry in inputs:
+        tensor = named[entry.name]
+        one, two = tensor.dtype, dtype_named(entry.dtype)
+        if tensor.dim() != len(entry.shape):
+            message = f"input {entry.name!r} has {tensor.dim()} dims, and the model was compiled for {len(entry.shape)}"
+            raise NnscalerError("batch_differs", message)
+        alike = (one.is_floating_point and two.is_floating_point) or (one.is_complex and two.is_complex) or one == two
+        if not alike:
+            message = (
+                f"input {entry.name!r} is {dtype_name(tensor.dtype)}, and the model was compiled for {entry.dtype}"
+            )
+            raise NnscalerError("batch_differs", message, help=f"let all batches have one: .to(torch.{entry.dtype})")
+    return named
 
 
 def has_modes(program: Program) -> bool:

@@ -67,7 +67,7 @@ def run_local_ranks(words: Sequence[str], ranks: int, together: Collection[int])
                 cause = first_to_fail(started, together)
             if cause is None:
                 return started[0].process.returncode
-            code = _code_of_same_error(started[0], cause, Path(folder))
+            code = code_of_same_error(started[0], cause, Path(folder))
             _end(started)
             return _told(cause, Path(folder)) if code is None else code
         finally:
@@ -119,6 +119,8 @@ def first_to_fail(started: Sequence[Rank], together: Collection[int]) -> Rank | 
     while True:
         running = any(rank.process.poll() is None for rank in started)
         failed = [rank for rank in started if (rank.process.returncode or 0) not in together]
+        if all(rank.process.returncode == LOST for rank in failed):  # whoever ended as if all did left them
+            failed = [rank for rank in started if rank.process.returncode in together] or failed
         patience = _LEFT if all(rank.process.returncode == LOST for rank in failed) else _CAUSE
         if not running or any(_killed(rank) for rank in started) or time.monotonic() - heard > patience:
             return min(failed, key=lambda rank: (not _killed(rank), rank.process.returncode == LOST))
@@ -136,11 +138,14 @@ def _note(folder: Path, rank: int) -> Path:
     return folder / f"error_{rank}"
 
 
-def _code_of_same_error(first: Rank, cause: Rank, folder: Path) -> int | None:
+def code_of_same_error(first: Rank, cause: Rank, folder: Path) -> int | None:
     """Return the exit code of rank 0 where it has said on the screen what the cause ends with too; else None.
 
-    What is wrong with the run's file, or the model, every rank finds, and any of them may be the first to end.
+    What is wrong with the run's file, or the model, every rank finds, and any of them may be the first to end. That it
+    lost another rank, none has said.
     """
+    if cause.process.returncode == LOST:
+        return None
     notes = [_note(folder, rank.number) for rank in (first, cause)]
     if not all(note.exists() for note in notes) or notes[0].read_bytes() != notes[1].read_bytes():
         return None

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain, islice, pairwise
+from itertools import chain, islice, pairwise, tee
 from typing import Any, cast
 from unittest.mock import patch
 from zlib import crc32
@@ -172,6 +172,43 @@ class _Stream(IterableDataset[tuple[Any, int, Any, int | None]]):
             if hasattr(holder, "state_dict"):
                 return copy.deepcopy(holder.state_dict())
         return None
+
+
+class ReadAhead(IterableDataset[Any]):
+    """A stream of which the first samples are read once before training: its second iteration goes on with these.
+
+    Iterated again, a stream need not start again: one that reads a pipe, or is its own iterator, has only later ones.
+    An iterator that has a state is made to start again.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset, self._begun = dataset, 0
+        self._again: Iterator[Any] = iter(())
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the stream, where it wants to know. What was read ahead is the first epoch's."""
+        if hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(epoch)
+        self._begun = 2 if epoch else self._begun
+
+    def __iter__(self) -> Iterator[Any]:
+        self._begun += 1
+        if self._begun == 2:
+            return self._again
+        rows: Iterator[Any] = iter(self._dataset)
+        if self._begun > 1 or hasattr(rows, "state_dict"):
+            self._begun = 2
+            return rows
+        rows, self._again = tee(rows)
+        return rows
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
 
 
 @contextmanager

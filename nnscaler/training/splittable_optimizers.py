@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 from types import MappingProxyType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -163,7 +163,23 @@ def build_optimizer(
             group["params"] = [here[fqn].tensor for fqn in group["param_names"]]
     optimizer: Optimizer = cls(made, **defaults)
     groups_checked[optimizer] = len(made)
+    _name_later_groups(optimizer, {id(tensor.tensor): fqn for fqn, tensor in here.items()})
     return optimizer
+
+
+def _name_later_groups(optimizer: Optimizer, names: Mapping[int, str]) -> None:
+    """Let a group that is added later have names as the others, without which torch takes none. `names`: by tensor."""
+    held = ref(optimizer)  # which is to be freed with its state, and not when cycles are looked for
+
+    def add_param_group(group: dict[str, Any]) -> None:
+        given = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        if "param_names" not in group and all(id(one) in names for one in given):
+            group = {**group, "params": given, "param_names": [names[id(one)] for one in given]}
+        made = held()
+        assert made is not None, "it is called"
+        type(made).add_param_group(made, group)
+
+    vars(optimizer)["add_param_group"] = add_param_group
 
 
 groups_checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # how many, the first ones, were checked

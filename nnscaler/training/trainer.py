@@ -327,7 +327,7 @@ class Trainer:
                 raise NnscalerError("bad_data", "the training data has no batch")
 
     def _read(self, batches: Loader) -> Iterator[Batch]:
-        return read_batches(batches, self.settings.data.source)
+        return read_batches(batches, self.settings, self.engine.manifest)
 
     def _validate(self) -> None:
         settings = self.settings.validation

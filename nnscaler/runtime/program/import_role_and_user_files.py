@@ -22,6 +22,7 @@ from hashlib import sha256
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 
+from nnscaler.is_user_file import is_users
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.program.resolve_shadowed_user_imports import (
     claim_surroundings,
@@ -200,16 +201,19 @@ def _shown(path: str | Path) -> str:
     return str(file.relative_to(Path.cwd())) if file.is_relative_to(Path.cwd()) else str(file)
 
 
-def last_place(module: ModuleType, traceback: TracebackType | None) -> str | None:
-    """Return file:line of the innermost frame of a role module in a traceback, and the model's line that it is of."""
-    place = None
+def last_place(module: ModuleType, traceback: TracebackType | None, otherwise: str) -> str:
+    """Return file:line of the innermost frame of a role module in a traceback, and the model's line that it is of; or
+    `otherwise`. Where a function of the user's raised, that it was there."""
+    place, inside = otherwise, ""
     while traceback is not None:
-        frame = traceback.tb_frame
+        frame, line = traceback.tb_frame, traceback.tb_lineno
+        file = frame.f_code.co_filename
         if frame.f_globals is module.__dict__:
-            file, line = frame.f_code.co_filename, traceback.tb_lineno
-            place = f"{file}:{line}{_of_model(linecache.getlines(file)[:line])}"
+            place, inside = f"{file}:{line}{_of_model(linecache.getlines(file)[:line])}", ""
+        elif is_users(file):
+            inside = f", raised in {file}:{line}  `{linecache.getline(file, line).strip()}`"
         traceback = traceback.tb_next
-    return place
+    return place + inside
 
 
 _MODEL_LINE = re.compile(r"\s+# (\S+:\d+)  (.+)")

@@ -96,6 +96,7 @@ class StreamExecutor(RankExecutor):
         self._written = batches_written(map(str, self.schedule))
         self._versions: Versions | None = None  # while a stream runs
 
+    @torch.inference_mode(False)  # in which nothing would be trained
     def stream(self, batches: Iterable[Batch], update: Callable[[], object]) -> list[Tensor]:
         """Run a stream of global batches, with an update after each; return their losses on the ranks whose stage
         computes them, in order.

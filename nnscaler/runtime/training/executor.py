@@ -390,7 +390,7 @@ class RankExecutor:
         except CommunicationError:  # says all that itself
             raise
         except Exception as error:
-            place = last_place(self.module, error.__traceback__) or (place_of(stage) if stage is not None else "")
+            place = last_place(self.module, error.__traceback__, place_of(stage) if stage is not None else "")
             at = f" at {place}" if place else ""
             kind = "" if isinstance(error, ProgramError) else f"{type(error).__name__}: "
             raise ProgramError(f"rank {self.rank}, {what}{at}: {kind}{error}") from error

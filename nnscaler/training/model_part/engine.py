@@ -21,7 +21,7 @@ from nnscaler.runtime.stage_base_class import INPUT_GRADIENT, Stage
 from nnscaler.runtime.training.autocast_on_any_device import dtype_named
 from nnscaler.runtime.training.cut_batch import in_rows
 from nnscaler.runtime.training.model_outputs import joined, sendable
-from nnscaler.training.engine import Engine
+from nnscaler.training.engine import Batch, Engine
 from nnscaler.training.model_part.compile_forward_and_backward import Kinds, PartProgram
 from nnscaler.training.program_on_rank import EngineSettings, Running, named_buffers
 from nnscaler.training.programs_by_batch_size import Shapes, agreed, from_rank_0, sample_of
@@ -160,6 +160,10 @@ class PartEngine(Engine):
             of_inputs = {n: g if n in self._carried else g / parts for n, g in of_inputs.items()}
         return of_inputs, own
 
+    def _prepared(self, batch: Batch, *, training: bool) -> tuple[Running, dict[str, Tensor]]:
+        with self._by_itself():
+            return super()._prepared(batch, training=training)
+
     def _by_itself(self) -> AbstractContextManager[object]:
         """Autocast around a call does not reach in: backward would not see it."""
         return torch.autocast(self.device.type, enabled=False)
@@ -182,7 +186,8 @@ class PartEngine(Engine):
             known = self.part.program.inputs
 
             def asked() -> Kinds:
-                return self.part.kinds(sample_of(shapes, inputs, known))
+                with self._by_itself():
+                    return self.part.kinds(sample_of(shapes, inputs, known))
 
             self._kinds[shapes] = from_rank_0(asked, self.communicator, f"tracing the part for {dict(shapes)}")
         return self._kinds[shapes]

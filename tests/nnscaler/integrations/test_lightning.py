@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import random
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +19,13 @@ import pytest
 import torch
 import torchmetrics
 from lightning.pytorch.callbacks import BaseFinetuning, EMAWeightAveraging, ModelPruning, StochasticWeightAveraging
+from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from nnscaler.errors import NnscalerError
 from nnscaler.integrations.lightning import NnscalerStrategy
-from nnscaler.integrations.lightning_checks import Fixed, Switches, check_module
+from nnscaler.integrations.lightning_checks import Fixed, Switches, check_module, read_first
 from nnscaler.integrations.lightning_steps import StepModule
 from nnscaler.integrations.lightning_torchmetrics import Metrics, metrics_recorded
 
@@ -334,3 +338,22 @@ def test_a_metric_gets_the_tensors_of_a_dataclass_as_they_are_in_the_step() -> N
     (name,) = measured
     Metrics(module).run(calls, {name: torch.full((3,), 5.0)})
     assert float(module["total"].compute()) == 15.0
+
+
+class Once(IterableDataset[float]):
+    """Its own iterator, as that of a pipe: iterated again it has what was not read."""
+
+    def __init__(self) -> None:
+        self._rows = iter([1.0, 2.0, 3.0, 4.0, 5.0])
+
+    def __iter__(self) -> Iterator[float]:
+        return self._rows
+
+
+def test_the_batch_that_is_compiled_for_is_trained_on() -> None:
+    source = _DataLoaderSource(DataLoader(Once(), batch_size=2), "train_dataloader")
+    source.instance.dataset._rows = (random.random() * 0 + row for row in source.instance.dataset._rows)
+    state = random.getstate()
+    assert read_first(source).tolist() == [1.0, 2.0] and random.getstate() == state
+    assert [batch.tolist() for batch in source.dataloader()] == [[1.0, 2.0], [3.0, 4.0], [5.0]]
+    assert source.dataloader() is source.instance

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import OrderedDict, UserDict, namedtuple
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
@@ -113,6 +114,22 @@ def test_constants_by_name() -> None:
     constants.check({"x": torch.ones(2)})  # what is left out is what the program has
     with pytest.raises(NnscalerError, match=r"the batch has scale = None, and the program was compiled with 2\.0"):
         constants.check({"x": torch.ones(2), "scale": None})
+
+
+def scaled(x: Tensor, scale: float = 1.0, *, mask: Any = None) -> Tensor:
+    return x * scale if mask is None else x * mask
+
+
+def test_constants_that_a_batch_lacks_are_forwards_defaults() -> None:
+    x, takes = torch.zeros(2), inspect.signature(scaled)
+    constants = BatchConstants((x,), {}, takes)
+    for same in ((x,), (x, 1.0), {"x": x}, {"x": x, "scale": 1.0, "mask": None}, {"x": x, "else": 2}):
+        constants.check(same)
+    for other in ((x, 2.0), {"x": x, "scale": 2.0}, {"x": x, "mask": x}):
+        with pytest.raises(NnscalerError, match=r"the batch has (scale = 2\.0|mask = a tensor), and the program was"):
+            constants.check(other)
+    with pytest.raises(NnscalerError, match=r"the batch has scale = 1\.0, and the program was compiled with 2\.0"):
+        BatchConstants((x, 2.0), {}, takes).check((x,))
 
 
 class Taking(nn.Module):

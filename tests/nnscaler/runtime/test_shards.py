@@ -143,6 +143,8 @@ def test_logical_coordinates_are_the_indices_of_the_piece() -> None:
     states, sizes, at = {"a": Sharded(1, 2), "b": Sharded(0)}, {"a": 2, "b": 2}, {"a": 1, "b": 1}
     rows, columns = logical_coordinates((4, 8), states, sizes, at)
     assert rows.tolist() == [2, 3] and columns.tolist() == [2, 3, 6, 7]
+    (single,) = logical_coordinates((8,), {"a": Sharded(0, 4)}, sizes, at)
+    assert single.tolist() == [1, 3, 5, 7] and single.is_contiguous()
     whole = torch.arange(32).view(4, 8)
     assert torch.equal(whole[rows][:, columns], shard(whole, states, sizes, at))
 

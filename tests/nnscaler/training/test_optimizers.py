@@ -315,3 +315,14 @@ def test_an_engine_refuses_shards_that_an_optimizer_needs_whole() -> None:
     for plan in ("dp=3,zero=1", "dp=3,zero=3", "tp=3"):
         with pytest.raises(NnscalerError, match="LAMB needs the whole parameter"):
             on_ranks(plan, OWN.LAMB, lr=0.1)
+
+
+def test_a_group_that_is_added_later_needs_no_names() -> None:
+    engine = Engine(nnscaler.parallelize(Small(), {"ids": IDS}, ranks=1, plan="dp=1"))
+    optimizer = engine.optimizer(torch.optim.AdamW, only=lambda name, shape: name.startswith("down"), lr=0.1)
+    later = {name: tensor for name, tensor in engine.parameters.items() if name.startswith("up")}
+    optimizer.add_param_group({"params": later.values(), "lr": 0.2})
+    optimizer.add_param_group({"params": []})  # on a rank that has none of them
+    assert [(group["lr"], group["param_names"]) for group in optimizer.param_groups[1:]] == [(0.2, [*later]), (0.1, [])]
+    with pytest.raises(ValueError, match="names"):
+        optimizer.add_param_group({"params": torch.zeros(2)})

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._utils import ExceptionWrapper
+from torch.utils.data import IterableDataset
 
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.training import build_from_settings
+from nnscaler.training.build_from_settings import read_batches
+from nnscaler.training.train_settings import TrainSettings
 from nnscaler.training.trainer import Trainer
 
 Row = dict[str, Any]
@@ -112,6 +117,53 @@ def test_a_function_makes_a_batch_of_rows() -> None:
     assert found == pytest.approx(expected, rel=1e-5)
 
 
+class Once(IterableDataset[Row]):
+    """Its own iterator, as that of a pipe: iterated again it has what was not read."""
+
+    def __init__(self) -> None:
+        self._rows = iter(rows())
+
+    def __iter__(self) -> Iterator[Row]:
+        return self._rows
+
+
+class Counting(IterableDataset[Row]):
+    """Goes on where it was, which each of its iterators moves."""
+
+    def __init__(self) -> None:
+        self._read = 0
+
+    def __iter__(self) -> Iterator[Row]:
+        while self._read < 24:
+            self._read += 1
+            yield rows()[self._read - 1]
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", [Once, Counting])
+def test_a_stream_that_does_not_start_again_loses_no_rows(kind: type[IterableDataset[Row]], workers: int) -> None:
+    whole = trained(Model(), rows(), epochs=1)
+    assert trained(Model(), kind(), epochs=1, data={"workers": workers}) == whole and len(whole) == 3
+
+
+class Drawn(list[Row]):
+    """Rows with noise of torch's own generator, which are kept as they were given."""
+
+    def __getitem__(self, index: Any) -> Any:
+        self.append({"x": torch.randn(6), "y": 0})
+        return list.__getitem__(self, -1)
+
+    def __len__(self) -> int:
+        return 24
+
+
+def test_the_batch_that_is_compiled_for_takes_no_random_numbers() -> None:
+    given = Drawn()
+    trained(Model(), given, epochs=1)
+    found = torch.stack([row["x"] for row in given])
+    assert torch.equal(found[:8], found[8:16]) and not torch.equal(found[:8], found[16:24])
+
+
 class Scaled(Model):
     def forward(self, x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:
         return super().forward(x, y) * scale
@@ -132,6 +184,54 @@ def test_a_number_in_a_batch_is_a_constant() -> None:
     assert trained(Scaled(), rows(), data={"collate": scales(False)}) == pytest.approx(expected, rel=1e-5)
     with pytest.raises(NnscalerError, match=r"the batch has scale = \d.0, and the program was compiled with"):
         trained(Scaled(), rows(), data={"collate": scales(True)})
+
+
+class Masked(Model):
+    def forward(self, x: Tensor, y: Tensor, mask: Tensor | None = None, scale: float = 1.0, **others: Any) -> Tensor:
+        x = x if mask is None else x * mask[:, None]
+        return super().forward(x, y) * scale
+
+
+def with_later(first: Row, later: Row) -> Callable[[list[Row]], Row]:
+    """A batch with `first` besides, and from the second one on with `later`; the first is read twice."""
+    given = iter([first, first, *[later] * 9])
+    return lambda found: {**torch.utils.data.default_collate(found), **next(given)}
+
+
+MASK = {"mask": torch.ones(8)}
+LATER: dict[str, tuple[Row, Row, str]] = {
+    "tensor": ({}, MASK, "the batch has mask = a tensor, and the program was compiled with None"),
+    "dtype": (MASK, {"mask": torch.ones(8, dtype=torch.bool)}, "input 'mask' is bool, and the model was compiled for"),
+    "number": ({}, {"scale": 2.0}, "the batch has scale = 2.0, and the program was compiled with 1.0"),
+    "default": ({"scale": 2.0}, {}, "the batch has scale = 1.0, and the program was compiled with 2.0"),
+    "any": ({}, {"else": torch.ones(8)}, "the batch has else = a tensor, and the program was compiled with nothing"),
+}
+
+
+@pytest.mark.parametrize("case", LATER)
+def test_an_argument_that_later_batches_alone_have_or_lack_is_refused(case: str) -> None:
+    first, later, message = LATER[case]
+    with pytest.raises(NnscalerError, match=message):
+        trained(Masked(), rows(), data={"collate": with_later(first, later)})
+
+
+def test_a_default_may_be_left_out() -> None:
+    expected = trained(Masked(), rows())
+    assert trained(Masked(), rows(), data={"collate": with_later({"scale": 1.0, "mask": None}, {})}) == expected
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, 9)
+
+    def forward(self, ids: Tensor, labels: Tensor, **others: Any) -> Tensor:
+        assert not others
+        return nn.functional.cross_entropy(self.table(ids).flatten(0, 1), labels.flatten())
+
+
+def test_of_packed_rows_a_model_gets_what_it_names() -> None:
+    assert len(trained(Words(), [torch.arange(9)] * 16, data={"packed": 6})) == 6
 
 
 def without(row: Row, name: str) -> Row:
@@ -169,6 +269,47 @@ def test_an_error_under_way_has_the_models_line() -> None:
         match=r"\(test_own_data\.py:\d+  `return nn\.functional\.cross_entropy.*: a label is not in range\(4\)",
     ):
         trained(Model(), data)
+
+
+class Careful(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: Tensor) -> Tensor:
+        if "NO_MORE" in os.environ:
+            raise ValueError("no more")
+        return gradient.clone()
+
+
+class CarefulModel(Model):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(Careful.apply(self.outputs(x)), y)  # type: ignore[no-untyped-call]
+
+
+def test_an_error_in_a_function_of_the_users_has_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = {"on_step": lambda trainer: monkeypatch.setenv("NO_MORE", "1")}
+    with pytest.raises(ProgramError, match=r"raised in \S+test_own_data\.py:\d+  `raise ValueError.*: no more"):
+        trained(CarefulModel(), rows(), hooks=ends)
+
+
+def broken_in_a_worker() -> Iterator[Row]:
+    try:
+        {}["row 13"]
+    except KeyError:
+        try:
+            raise ValueError("row 13 is broken\nand another line")
+        except ValueError:
+            ExceptionWrapper(where="in DataLoader worker process 0").reraise()
+    yield {}
+
+
+def test_an_error_of_a_worker_has_its_own_text_and_line() -> None:
+    with pytest.raises(NnscalerError, match=r"^reading the data raises ValueError: row 13 is broken\n") as caught:
+        list(read_batches(broken_in_a_worker(), TrainSettings()))  # type: ignore[arg-type]
+    where = caught.value.where
+    assert where is not None and (Path(where.file), where.text[:16]) == (Path(__file__), "raise ValueError")
 
 
 class Outputs(Model):

@@ -6,6 +6,8 @@ import copy
 import threading
 import warnings
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ import nnscaler
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.communication.communicator import Communicator, ProgramError
 from nnscaler.runtime.communication.simulator import Simulator
+from nnscaler.tracing import trace
 from nnscaler.training.engine import Engine
 from nnscaler.training.model_part.compile_forward_and_backward import compile_part
 from nnscaler.training.model_part.engine import PartEngine
@@ -382,3 +385,15 @@ def test_stages_that_divide_the_batch_otherwise_are_given_all_of_it() -> None:
 
     for found in Simulator(plan.ranks).run(work):
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
+
+
+def test_autocast_around_a_program_is_refused_and_inference_mode_left() -> None:
+    single = batch(0) | {"x": batch(0)["x"].float()}
+    engine = Engine(nnscaler.parallelize(model(), single, ranks=1, plan="dp=1"))
+    with torch.autocast("cpu", torch.bfloat16):
+        for call in (engine.step, engine.evaluate, engine.predict, partial(trace, model())):
+            with pytest.raises(NnscalerError, match=r'torch.autocast\("cpu", bfloat16\) is on around the') as error:
+                call(single)
+            assert error.value.code == "autocast_around" and Path(error.value.where.file) == Path(__file__)
+    with torch.inference_mode():  # as under no_grad: a step trains
+        assert engine.step(single).isfinite() and all(p.grad is not None for p in engine.parameters.values())

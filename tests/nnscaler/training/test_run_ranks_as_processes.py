@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nnscaler.training.run_ranks_as_processes import LOST, Rank, first_to_fail
+from nnscaler.training.run_ranks_as_processes import LOST, Rank, code_of_same_error, first_to_fail
 
 MODEL = """
 import os
@@ -108,11 +108,19 @@ def test_a_rank_that_cannot_start_is_said_and_not_what_the_others_lost(tmp_path:
     assert "error: rank 1 ended with exit code 2" in said and "an operator is broken" in said
 
 
-def test_the_rank_that_left_another_is_the_cause_although_it_ends_later() -> None:
-    codes = {0: f"raise SystemExit({LOST})", 1: "import time; time.sleep(0.5); raise SystemExit(2)"}
+@pytest.mark.parametrize("code", [2, 130])  # 130: as all of them may end together
+def test_the_rank_that_left_another_is_the_cause_although_it_ends_later(code: int) -> None:
+    codes = {0: f"raise SystemExit({LOST})", 1: f"import time; time.sleep(0.5); raise SystemExit({code})"}
     ranks = [Rank(n, subprocess.Popen([sys.executable, "-S", "-c", code]), None) for n, code in codes.items()]
-    cause = first_to_fail(ranks, {0})
+    cause = first_to_fail(ranks, {0, 130})
     assert cause is not None and cause.number == 1
+
+
+def test_a_rank_that_lost_others_has_said_nothing_yet(tmp_path: Path) -> None:
+    (tmp_path / "error_0").write_text("rank 1 is gone")
+    first = Rank(0, subprocess.Popen([sys.executable, "-S", "-c", f"raise SystemExit({LOST})"]), None)
+    first.process.wait()
+    assert code_of_same_error(first, first, tmp_path) is None
 
 
 SLOW = """
@@ -145,7 +153,11 @@ raise ERROR
 
 @pytest.mark.parametrize(
     ("text", "code"),
-    [(COMMAND, 3), (SCRIPT.replace("ERROR", "ValueError"), 1), (SCRIPT.replace("ERROR", "KeyboardInterrupt"), 130)],
+    [
+        (COMMAND, 3),
+        (SCRIPT.replace("ERROR", "ValueError"), 1),
+        pytest.param(SCRIPT.replace("ERROR", "KeyboardInterrupt"), 130, marks=pytest.mark.long),
+    ],
 )
 def test_a_rank_that_fails_ends_with_its_code_although_a_thread_waits_for_another(text: str, code: int) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "RANK": "0"}
