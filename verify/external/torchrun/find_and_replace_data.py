@@ -36,6 +36,7 @@ _FILLING = (
     "all_gather", "all_gather_into_tensor", "all_to_all", "all_to_all_single", "gather", "reduce_scatter",
     "reduce_scatter_tensor", "scatter",
 )  # fmt: skip
+_OVERWRITING = frozenset(("copy_", "set_", "__setitem__"))
 # code that is no script's
 _OTHERS = (beside(torch.__file__), *OURS)
 # of numbers; torch.randperm draws an order in which data are taken, and is no row of them
@@ -121,8 +122,11 @@ class ScriptMode(TorchFunctionMode):
             return there
         if not self._dropout and without_drop(func, given, named):
             self.dropped = True
-        if self._outside() and func.__name__ not in ("__get__", "__set__") and _meets_data(given, named):
-            given, named = exchanged([given, named], "target", self._take)
+        if self._outside() and func.__name__ not in ("__get__", "__set__"):
+            read = given[1:] if func.__name__ in _OVERWRITING else given  # nobody reads what is written over
+            if _meets_data(read, named):
+                read, named = exchanged([read, named], "target", self._take)
+                given = [*given[: len(given) - len(read)], *read]
         if func in _ENTROPIES:
             self.ignored[named.get("ignore_index", given[4] if len(given) > 4 else -100)] = None
         made = func(*given, **named)

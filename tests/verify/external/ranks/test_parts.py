@@ -8,6 +8,7 @@ import random
 import sys
 from functools import cache, lru_cache
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -161,6 +162,40 @@ def test_names_of_a_users_module_are_bound_for_each_rank() -> None:
 
     assert run_ranks(on_rank, 3).results == ([0, 0], [1, 1], [2, 2])
     assert not _mine and "_new" not in globals()
+
+
+class _Groups:
+    """What libraries keep their process groups in: a name and a dict of a class, tables in a table, an object."""
+
+    rank = -1
+    of: ClassVar[dict[str, int]] = {}
+    nested: ClassVar[dict[str, list[int]]] = {"ranks": []}
+    seen: ClassVar[set[int]] = set()
+
+
+_groups = _Groups()
+
+
+def test_tables_of_a_users_classes_and_objects_are_those_of_each_rank() -> None:
+    def on_rank(rank: int) -> list[object]:
+        _Groups.rank = rank
+        _Groups.of["tp" if rank else "dp"] = rank
+        _Groups.of["last"] = rank
+        _Groups.nested["ranks"].append(rank)
+        _Groups.seen.add(rank)
+        _groups.own = rank  # type: ignore[attr-defined]
+        turns = []
+        for name in _Groups.of:  # which other ranks change meanwhile
+            dist.barrier()
+            turns.append(name)
+        seen = [*_Groups.nested["ranks"], *_Groups.seen, *vars(_groups).items()]
+        return [_Groups.rank, list(_Groups.of.items()), turns, seen]
+
+    first = [0, [("dp", 0), ("last", 0)], ["dp", "last"], [0, 0, ("own", 0)]]
+    second = [1, [("tp", 1), ("last", 1)], ["tp", "last"], [1, 1, ("own", 1)]]
+    assert run_ranks(on_rank, 2).results == (first, second)
+    assert _Groups.rank == -1 and _Groups.nested == {"ranks": []}
+    assert not (_Groups.of or _Groups.seen or vars(_groups))
 
 
 @cache

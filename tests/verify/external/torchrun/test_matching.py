@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from verify.external.torchrun.cuda_on_cpu import CPU, on_cpu
 from verify.external.torchrun.elements_of_one_rank import filled_in
 from verify.external.torchrun.feed_data_of_all_ranks import Material, RanksFeed, Way
-from verify.external.torchrun.find_and_replace_data import ScriptMode, close, exchanged, settings_of, varied
+from verify.external.torchrun.find_and_replace_data import ScriptMode, Take, close, exchanged, settings_of, varied
 from verify.external.torchrun.match_one_rank import Layout, NoParts, parts_of, rank_records, reference_of, unmatched
 from verify.external.torchrun.watched_script_record import (
     Events,
@@ -149,9 +149,9 @@ def test_settings_are_numbers_alone() -> None:
 # Numbers that a script reads.
 
 
-def watched() -> ScriptMode:
+def watched(take: Take = lambda kind, given: given) -> ScriptMode:
     """Return what watches the functions of torch that a script calls."""
-    return ScriptMode(lambda note: None, lambda: True, lambda: True, lambda kind, given: given, lambda t: t, False)
+    return ScriptMode(lambda note: None, lambda: True, lambda: True, take, lambda t: t, False)
 
 
 def test_a_norm_of_gradients_is_no_number_of_the_data() -> None:
@@ -197,6 +197,23 @@ def test_a_table_with_as_many_elements_as_there_are_ranks_is_data(monkeypatch: p
 
     (pair,) = unlike_numbers(read(1, 1), read(4, 3))
     assert [number.value for number in pair] == [1, 3]
+
+
+def test_what_is_written_over_is_no_target_of_the_loss() -> None:
+    """Losses that a script collects, and parameters that it puts into another's place, are not combined with data."""
+    weight, history, targets = nn.Parameter(torch.ones(2)), torch.zeros(3), torch.ones(2)
+    met: list[float] = []
+
+    def take(kind: str, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        met.extend(float(one.sum()) for one in given)
+        return tuple(one + 1 for one in given)
+
+    with watched(take):
+        loss = (weight * 1 - targets).square().sum()
+        history[1] = loss
+        targets.copy_(weight * 5)
+    assert met == [2.0]
+    assert history.tolist() == [0.0, 2.0, 0.0] and targets.tolist() == [5.0, 5.0]
 
 
 # Parameters that are cut by hand.
