@@ -18,7 +18,7 @@ from torch.optim.optimizer import Optimizer
 from nnscaler.errors import NnscalerError, few
 from nnscaler.runtime.nested_values import tensors_in
 from nnscaler.tracing.export.module_copies import copied_with_hooks
-from verify.external.parameter_mapping import Lookup, RankPiece, local_value, match
+from verify.external.parameter_mapping import Lookup, RankPiece, local_value, match, summed
 from verify.external.program import Batch, ExternalProgram
 from verify.external.ranks.call_sites import in_phase
 from verify.external.ranks.torch_private import resting_shards
@@ -205,7 +205,7 @@ def _step(
     with in_phase(phase_of_step("optimizer", number)):
         for optimizer in optimizers:
             optimizer.step()
-    state = {name: local_value(tensor).clone() for name, tensor, _ in tensors_of_program(made, program)}
+    state = {name: local_value(summed(tensor)).clone() for name, tensor, _ in tensors_of_program(made, program)}
     after = {name: local_gradient(tensor) for name, tensor, kind in named if kind == "parameter"}
     unread = unread_by(optimizers, {name: tensor for name, tensor, kind in named if kind == "parameter"})
     return ObservedStep(_whole(loss), gradients, state, norm, changed(gradients, after), unread)
