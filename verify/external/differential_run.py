@@ -289,7 +289,8 @@ class ExternalCase:
         """Return the first module whose result differs; None where none is found, or where the run fails with hooks."""
         right = traced_model(self.program, self.model, self.truth)
         try:
-            ranks = self.on_ranks(lambda rank: traced_rank(self.program, self.model, self.reference, rank))
+            start = self.truth.lookup().start
+            ranks = self.on_ranks(lambda r: traced_rank(self.program, self.model, self.reference, start, records[r]))
         except RanksFailed:
             return None
         found = first_differences(self.program, self.reference, right, ranks.results, records)

@@ -33,6 +33,7 @@ from verify.external.reference import (
     finish_backward,
     part_of,
 )
+from verify.external.shards_made_anew import with_shards_made_anew
 from verify.external.torchrun.cuda_on_cpu import OnCpu
 from verify.external.untrained_copies import without_copies
 from verify.programs.module_state import Kind, state_of
@@ -103,8 +104,10 @@ def observe(
     `known`: this rank's pieces in float64, for runs in narrower dtypes. Raises what the program raises.
     """
     with parallelised(program, model, reference.dtype, dropout) as made:
-        pieces = match(list(tensors_of_program(made, program)), lookup, program.names, known)
-        pieces = without_copies(pieces, lookup.space)
+        tensors, at = list(tensors_of_program(made, program)), coordinates(program)[rank]
+        pieces = match(tensors, lookup, program.names, known)
+        places = {axis: (at[axis], size) for axis, size in program.mesh}
+        pieces = without_copies(with_shards_made_anew(pieces, tensors, lookup, places, known), lookup.space)
         hooked = tuple(name for name, tensor, _ in tensors_of_program(made, program) if tensor._backward_hooks)
         optimizers = optimizers_of(program, made, reference.learning_rate)
         copies = _copies_of(optimizers, [tensor for _, tensor, _ in tensors_of_program(made, program)])
@@ -129,7 +132,6 @@ def observe(
         resting = [name or type(module).__name__ for name, module in _named_modules(made) if not module.training]
     pieces = (*pieces, *(p for p in filled if any(step.gradients[p.local] is not None for step in steps)))
     evaluating = tuple(resting) if all(module.training for module in model.modules()) else ()
-    at = coordinates(program)[rank]
     return RankRecord(rank, at, pieces, tuple(steps), frozenset(dtypes), held, tuple(moves), hooked, evaluating, placed)
 
 

@@ -125,8 +125,8 @@ class RankPiece:
     shape       of the local tensor
     names       the tensors of the plain model that it has elements of; empty where it is unmatched
     addresses   of its elements; None where it is unmatched
-    found       "layout" or "value"; "given": by layout, and its values were replaced by the model's; "copy": it is part
-                of a frozen copy beside what is trained, and not compared
+    found       "layout" or "value"; "given": by layout, and its values were replaced by the model's; "guessed": by its
+                shape, likewise; "copy": it is part of a frozen copy beside what is trained, and not compared
     layout      DTensor's placements by mesh axis, in words; "plain" for other tensors
     trained     it requires a gradient
     started     a sum of its values before anything was replaced, to compare replicas of

@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor
 from nnscaler.runtime.nested_values import tensors_in
 from nnscaler.runtime.tensor_values import difference
 from nnscaler.tracing.export.module_copies import copied_with_hooks
-from verify.external.observe_rank_run import RankRecord, modules_of, parallelised, rows_of, run_step
-from verify.external.parameter_mapping import clean_name, local_value, moved_modules
+from verify.external.observe_rank_run import RankRecord, modules_of, parallelised, rows_of, run_step, tensors_of_program
+from verify.external.parameter_mapping import clean_name, give, local_value, moved_modules
 from verify.external.program import ExternalProgram
 from verify.external.reference import (
     PlainReference,
@@ -37,7 +37,9 @@ from verify.external.reference import (
     data_part,
     row_count,
 )
+from verify.external.shards_made_anew import GUESSED
 
+_REPLACED = ("given", GUESSED)  # how pieces are found that have the model's values in place of the program's own
 _CLOSE = {torch.float64: 1e-7, torch.float32: 1e-4}  # relative; in narrower dtypes rounding hides too much
 _ROOT = "the model"
 _LARGEST = 1 << 22  # elements of a tensor that is kept
@@ -92,10 +94,20 @@ def traced_model(program: ExternalProgram, model: nn.Module, reference: PlainRef
     return _whole(seen)
 
 
-def traced_rank(program: ExternalProgram, model: nn.Module, reference: PlainReference, rank: int) -> StepResults:
-    """Run the program on this rank for one step, and keep what its modules return; DTensors are put together."""
+def traced_rank(
+    program: ExternalProgram, model: nn.Module, reference: PlainReference, start: Tensor, record: RankRecord
+) -> StepResults:
+    """Run the program on this rank for one step, and keep what its modules return; DTensors are put together.
+
+    start   the plain model's values at the start, over all addresses
+    record  of this rank's run: it says which of them take the place of the program's own
+    """
     with parallelised(program, model, reference.dtype) as made, _recorded(modules_of(made)) as seen:
-        run_step(program, made, rows_of(program, reference, rank, 0))
+        own = {piece.local: piece for piece in record.pieces if piece.found in _REPLACED}
+        for local, tensor, _ in tensors_of_program(made, program):
+            if local in own and (addresses := own[local].addresses) is not None:
+                give(tensor, start, addresses)
+        run_step(program, made, rows_of(program, reference, record.rank, 0))
         return _whole(seen)
 
 
