@@ -176,6 +176,8 @@ class ScriptRecord:
     numbers  that it read from tensors, outside of its models and not of what they return
     measured it took norms of gradients by itself, outside of optimizers and of torch's clipping
     ignored  each `ignore_index` of its cross entropies
+    trained  kind and number of the data, inputs of models and targets, that a backward pass went through; it is not
+             known of schedules of pipelines
     """
 
     rank: int
@@ -194,6 +196,7 @@ class ScriptRecord:
     numbers: tuple[ReadNumber, ...] = ()
     measured: bool = False
     ignored: tuple[int, ...] = ()
+    trained: frozenset[tuple[str, int]] = frozenset()
 
 
 class Stopped(BaseException):
