@@ -40,12 +40,12 @@ def compare(run: ProgramRun) -> tuple[ComparisonResult, ...]:
     last = min(_first_refuted(norms), steps - 1)
     gradients = _gradients(run, last)
     wrong = min((d.step for d in gradients.differences if d.actual != IN_STEP), default=steps)
-    losses = compare_losses(run, min(wrong, last), summed=wrong == steps)
+    losses = compare_losses(run, min(wrong, last), gradients)
     states = _states(run, "parameter", min(map(_first_refuted, (losses, gradients, norms))))
     updated = _first_refuted(states)
     if updated < last:  # what later steps compute follows from its update
         gradients = _gradients(run, updated)
-        losses = compare_losses(run, updated, summed=not gradients.differences)
+        losses = compare_losses(run, updated, gradients)
         norms = replace(norms, differences=tuple(d for d in norms.differences if d.step <= updated))
     others = [result for result in (states, _states(run, "buffer", _NEVER)) if result.count]
     held = _held(run)
