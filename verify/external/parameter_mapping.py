@@ -259,7 +259,7 @@ def summed(tensor: Tensor) -> Tensor:
     is. A buffer may stay so for many steps: counts of the rows that each rank has seen."""
     if not isinstance(tensor, DTensor) or not any(p.is_partial() for p in tensor.placements):
         return tensor
-    return tensor.detach().redistribute(placements=[Replicate() if p.is_partial() else p for p in tensor.placements])
+    return tensor.redistribute(placements=[Replicate() if p.is_partial() else p for p in tensor.placements]).detach()
 
 
 def layout_words(tensor: Tensor) -> str:
@@ -375,8 +375,8 @@ def _piece(
 
 
 def _equal(one: Addresses | None, other: Addresses | None) -> bool:
-    there = one is not None and other is not None
-    return there and torch.equal(addresses_as_tensor(one), addresses_as_tensor(other))
+    known = [addresses_as_tensor(addresses) for addresses in (one, other) if addresses is not None]
+    return len(known) == 2 and torch.equal(*known)
 
 
 def addresses_as_tensor(addresses: Addresses) -> Tensor:
