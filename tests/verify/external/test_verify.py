@@ -103,6 +103,7 @@ def doubled_and_averaged(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return programs.replicated(model, mesh)
 
 
+@pytest.mark.long
 def test_the_first_module_that_differs_is_named_where_ranks_make_their_share_of_its_calls() -> None:
     report = verify_program(replace(program(doubled_and_averaged, dp=2), step=row_by_row), QUICK)
     (finding,) = report.findings
