@@ -173,7 +173,9 @@ class ExternalCase:
         self, run: ProgramRun, compared: Sequence[ComparisonResult], found: tuple[Finding, ...]
     ) -> tuple[Finding, ...]:
         """Add the first module that differs, and a repair that was tried, to the first finding that is refuted."""
-        first = self._first_difference(run.records)
+        losses = next(result for result in compared if result.name == "losses")
+        right = losses.count > 0 and all(difference.step for difference in losses.differences)
+        first = self._first_difference(run.records, ("backward",) if right else ("forward", "backward"))
         repair = repair_of(self.program, compared)
         mended = repair is not None and self._mends(repair, run.tolerance)
         result = []
@@ -285,14 +287,15 @@ class ExternalCase:
         finding = Finding("not_compared", message, self.program.batch_where or self.program.where, help=help)
         return Check("data parts differ", Verdict.INCONCLUSIVE, 0), finding
 
-    def _first_difference(self, records: Sequence[RankRecord]) -> FirstDifference | None:
+    def _first_difference(self, records: Sequence[RankRecord], directions: Sequence[str]) -> FirstDifference | None:
         """Return the first module whose result differs; None where none is found, or where the run fails with hooks."""
         right = traced_model(self.program, self.model, self.truth)
         try:
-            ranks = self.on_ranks(lambda rank: traced_rank(self.program, self.model, self.reference, rank))
+            start = self.truth.lookup().start
+            ranks = self.on_ranks(lambda r: traced_rank(self.program, self.model, self.reference, start, records[r]))
         except RanksFailed:
             return None
-        found = first_differences(self.program, self.reference, right, ranks.results, records)
+        found = first_differences(self.program, self.reference, right, ranks.results, records, directions)
         return next(iter(found), None)
 
     def _mends(self, repair: Repair, tolerance: Tolerance) -> bool:

@@ -19,7 +19,7 @@ from nnscaler.errors import NnscalerError, few
 from nnscaler.runtime.nested_values import tensors_in
 from nnscaler.tracing.export.independent_module_copies import copied_with_hooks
 from verify.external.averaged_copies_beside_model import without_copies
-from verify.external.parameter_mapping import Lookup, RankPiece, local_value, match
+from verify.external.parameter_mapping import Lookup, RankPiece, local_value, match, summed
 from verify.external.program import Batch, ExternalProgram
 from verify.external.ranks.call_sites import in_phase
 from verify.external.ranks.torch_private import resting_shards
@@ -34,6 +34,7 @@ from verify.external.reference import (
     finish_backward,
     part_of,
 )
+from verify.external.shards_made_anew import with_shards_made_anew
 from verify.external.torchrun.cuda_on_cpu import OnCpu
 from verify.programs.module_tensors_by_every_name import Kind, state_of
 
@@ -103,8 +104,10 @@ def observe(
     `known`: this rank's pieces in float64, for runs in narrower dtypes. Raises what the program raises.
     """
     with parallelised(program, model, reference.dtype, dropout) as made:
-        pieces = match(list(tensors_of_program(made, program)), lookup, program.names, known)
-        pieces = without_copies(pieces, lookup.space)
+        tensors, at = list(tensors_of_program(made, program)), coordinates(program)[rank]
+        pieces = match(tensors, lookup, program.names, known)
+        places = {axis: (at[axis], size) for axis, size in program.mesh}
+        pieces = without_copies(with_shards_made_anew(pieces, tensors, lookup, places, known), lookup.space)
         hooked = tuple(name for name, tensor, _ in tensors_of_program(made, program) if tensor._backward_hooks)
         optimizers = optimizers_of(program, made, reference.learning_rate)
         copies = _copies_of(optimizers, [tensor for _, tensor, _ in tensors_of_program(made, program)])
@@ -129,7 +132,6 @@ def observe(
         resting = [name or type(module).__name__ for name, module in _named_modules(made) if not module.training]
     pieces = (*pieces, *(p for p in filled if any(step.gradients[p.local] is not None for step in steps)))
     evaluating = tuple(resting) if all(module.training for module in model.modules()) else ()
-    at = coordinates(program)[rank]
     return RankRecord(rank, at, pieces, tuple(steps), frozenset(dtypes), held, tuple(moves), hooked, evaluating, placed)
 
 
@@ -205,7 +207,7 @@ def _step(
     with in_phase(phase_of_step("optimizer", number)):
         for optimizer in optimizers:
             optimizer.step()
-    state = {name: local_value(tensor).clone() for name, tensor, _ in tensors_of_program(made, program)}
+    state = {name: local_value(summed(tensor)).clone() for name, tensor, _ in tensors_of_program(made, program)}
     after = {name: local_gradient(tensor) for name, tensor, kind in named if kind == "parameter"}
     unread = unread_by(optimizers, {name: tensor for name, tensor, kind in named if kind == "parameter"})
     return ObservedStep(_whole(loss), gradients, state, norm, changed(gradients, after), unread)

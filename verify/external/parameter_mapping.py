@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from nnscaler.runtime.tensor_bits_and_differences import FILL, as_real, bits_of, family_scale
 from verify.programs.module_tensors_by_every_name import Kind, state_of
@@ -100,9 +100,8 @@ class StateMap:
     def names_at(self, addresses: Addresses) -> tuple[str, ...]:
         """Return the tensors of which these are elements, in the order of addresses."""
         if isinstance(addresses, range):
-            low, high = addresses.start, addresses.stop - 1
-            inside = [n for n in self.names if self.starts[n] <= high and self.whole(n).stop > low]
-            return tuple(inside)
+            first, stop = addresses.start, addresses.stop
+            return tuple(n for n in self.names if self.starts[n] < stop and self.whole(n).stop > first)
         bounds = torch.tensor([self.whole(n).stop for n in self.names])
         found = torch.unique(torch.bucketize(addresses, bounds, right=True))
         return tuple(self.names[int(i)] for i in found)
@@ -126,8 +125,8 @@ class RankPiece:
     shape       of the local tensor
     names       the tensors of the plain model that it has elements of; empty where it is unmatched
     addresses   of its elements; None where it is unmatched
-    found       "layout" or "value"; "given": by layout, and its values were replaced by the model's; "copy": it is part
-                of a frozen copy beside what is trained, and not compared
+    found       "layout" or "value"; "given": by layout, and its values were replaced by the model's; "guessed": by its
+                shape, likewise; "copy": it is part of a frozen copy beside what is trained, and not compared
     layout      DTensor's placements by mesh axis, in words; "plain" for other tensors
     trained     it requires a gradient
     started     a sum of its values before anything was replaced, to compare replicas of
@@ -203,8 +202,7 @@ class Lookup:
         tensor behind it, a bias that starts at zeros.
         """
         wanted, whole = values.reshape(-1).double(), taken(self.start, self.space.parameters)
-        anchors = wanted.nonzero().flatten()
-        if not len(anchors):
+        if not len(anchors := wanted.nonzero().flatten()):
             return ()
         least, found = int(anchors[-1]) + 1, []
         for first in ((whole == wanted[anchors[0]]).nonzero().flatten() - anchors[0]).tolist():
@@ -251,28 +249,40 @@ def local_value(tensor: Any) -> Tensor:
     return as_real(waits.wait() if type(value).__name__ == "AsyncCollectiveTensor" else value)
 
 
+def real_shape(tensor: Tensor) -> torch.Size:
+    """Return the shape of a tensor, of a DTensor the whole one, in real numbers."""
+    return torch.Size((*tensor.shape, 2)) if tensor.is_complex() else tensor.shape
+
+
+def summed(tensor: Tensor) -> Tensor:
+    """Return a DTensor of which ranks hold partial sums with these added up, which all ranks must do; any other as it
+    is. A buffer may stay so for many steps: counts of the rows that each rank has seen."""
+    if not isinstance(tensor, DTensor) or not any(p.is_partial() for p in tensor.placements):
+        return tensor
+    return tensor.redistribute(placements=[Replicate() if p.is_partial() else p for p in tensor.placements]).detach()
+
+
 def layout_words(tensor: Tensor) -> str:
     """Describe where a tensor lies: `dp=Shard(0) tp=Replicate`."""
     if not isinstance(tensor, DTensor):
         return "plain"
     axes = tensor.device_mesh.mesh_dim_names or tuple(map(str, range(tensor.device_mesh.ndim)))
-    words = [f"{axis}={placement!r}" for axis, placement in zip(axes, tensor.placements, strict=True)]
-    return " ".join(words)
+    return " ".join(f"{axis}={placement!r}" for axis, placement in zip(axes, tensor.placements, strict=True))
 
 
 def claimed(tensor: Tensor, name: str, space: StateMap) -> Addresses | None:
     """Return the addresses that a tensor's name and layout say; None where they say nothing that fits."""
-    whole = space.whole(name)
-    if isinstance(tensor, DTensor):
-        if tensor.shape != space.shapes[name] or any(p.is_partial() for p in tensor.placements):
+    whole, shape = space.whole(name), real_shape(tensor)
+    if shape != space.shapes[name]:
+        return None
+    if isinstance(tensor, DTensor) and not all(p.is_replicate() for p in tensor.placements):
+        if any(p.is_partial() for p in tensor.placements):
             return None
-        if all(p.is_replicate() for p in tensor.placements):
-            return whole
-        numbers = torch.arange(whole.start, whole.stop).view(tensor.shape)
+        numbers = torch.arange(whole.start, whole.stop).view(shape)
         shard = distribute_tensor(numbers, tensor.device_mesh, tensor.placements, src_data_rank=None)
         local = shard.to_local()
-        return local.reshape(-1) if local.shape == tensor.to_local().shape else None
-    return whole if as_real(tensor).shape == space.shapes[name] else None
+        return local.reshape(-1) if local.shape == local_value(tensor).shape else None
+    return whole
 
 
 def match(
@@ -286,6 +296,7 @@ def match(
     `renamed`: the program's name -> the model's. `known`: pieces that an earlier run in float64 found by value, for in
     narrower dtypes values are no longer unique.
     """
+    tensors = [(local, summed(tensor), kind) for local, tensor, kind in tensors]
     before = {piece.local: piece for piece in known}
     pieces = [_piece(*entry, lookup, renamed, before.get(entry[0])) for entry in tensors]
     moved = moved_names(pieces, lookup.space)
@@ -294,9 +305,8 @@ def match(
         if piece.kind == "buffer" and piece.addresses is None and name is not None:
             addresses = claimed(entry[1], name, lookup.space)
             if addresses is not None and _agrees(local_value(entry[1]), addresses, lookup):
-                pieces[number] = replace(
-                    piece, names=lookup.space.names_at(addresses), addresses=addresses, found="layout"
-                )
+                names = lookup.space.names_at(addresses)
+                pieces[number] = replace(piece, names=names, addresses=addresses, found="layout")
     return tuple(pieces)
 
 
@@ -365,9 +375,8 @@ def _piece(
 
 
 def _equal(one: Addresses | None, other: Addresses | None) -> bool:
-    if one is None or other is None:
-        return False
-    return torch.equal(addresses_as_tensor(one), addresses_as_tensor(other))
+    known = [addresses_as_tensor(addresses) for addresses in (one, other) if addresses is not None]
+    return len(known) == 2 and torch.equal(*known)
 
 
 def addresses_as_tensor(addresses: Addresses) -> Tensor:

@@ -24,7 +24,16 @@ from verify.external.observe_rank_run import (
     run_step,
     tensors_of_program,
 )
-from verify.external.parameter_mapping import Addresses, Lookup, RankPiece, StateMap, local_value, match, taken
+from verify.external.parameter_mapping import (
+    Addresses,
+    Lookup,
+    RankPiece,
+    StateMap,
+    local_value,
+    match,
+    summed,
+    taken,
+)
 from verify.external.program import ExternalProgram
 from verify.external.reference import PlainReference
 
@@ -131,7 +140,7 @@ def save_after_steps(
             run_step(program, made, rows_of(program, reference, rank, number), number)
             for optimizer in optimizers:
                 optimizer.step()
-        values = {name: local_value(tensor).clone() for name, tensor, _ in tensors_of_program(made, program)}
+        values = {name: local_value(summed(tensor)).clone() for name, tensor, _ in tensors_of_program(made, program)}
         form.save(program, made, folder)
     return tuple(
         SavedShard(piece.addresses, values[piece.local])
@@ -175,7 +184,7 @@ def load_on_rank(
                 if tensor.is_floating_point():
                     local_value(tensor).add_(1)
         loaded = form.load(program, made, model, folder)
-        values = {name: local_value(tensor) for name, tensor, _ in tensors_of_program(loaded, program)}
+        values = {name: local_value(summed(tensor)) for name, tensor, _ in tensors_of_program(loaded, program)}
         stored = _stored(loaded, values)
     compared = [p for p in pieces if p.local in stored and _is_comparable(p, reference.space, form.cut_by_hand)]
     return tuple(LoadedTensor(how, p.name, rank, _distance(p, values.get(p.local), held)) for p in compared)

@@ -29,6 +29,7 @@ from verify.external.program import Batch, ExternalProgram
 from verify.external.ranks.attention_and_float64_of_torch import exact_throughout, register_attention
 from verify.external.ranks.run_ranks_here_or_in_child import RankRun, RanksFailed
 from verify.external.reference import RAISES, check_rows, copied, initial_model, run_reference
+from verify.external.shards_made_anew import GUESSED
 from verify.external.torchrun.cuda_on_cpu import WITHOUT_GPU, OnCpu, asks_for_gpu, cuda_is_the_cpu
 from verify.results.finding import Finding
 from verify.results.report import Check, Report, environment
@@ -290,6 +291,12 @@ def _notes(records: Sequence[RankRecord]) -> tuple[str, ...]:
     given = sorted({piece.local for piece in pieces if piece.found == "given"})
     if given:
         notes.append(f"the program makes its own values of {few(given)}: they were replaced by the model's")
+    guessed = sorted({piece.local for piece in pieces if piece.found == GUESSED})
+    if guessed:
+        notes.append(
+            f"the program makes its own values of {few(guessed)}: they were replaced by those of the model's elements "
+            "that lie there by the shapes of these shards"
+        )
     by_value = sorted({piece.local for piece in pieces if piece.found == "value"})
     if by_value:
         notes.append(f"{few(by_value)}: which elements of the model they hold was found from their values")

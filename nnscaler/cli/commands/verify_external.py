@@ -116,7 +116,7 @@ def _add_run(group: argparse._ArgumentGroup) -> None:
         choices=EXECUTORS,
         default="simulator",
         help="simulator (default): a thread per rank in one process; gloo: real processes, for programs that keep "
-        "groups in globals; both: they must agree",
+        "groups where threads share them; both: they must agree",
     )
     group.add_argument("--steps", type=positive, default=2, metavar="K", help="steps of the optimizer (default: 2)")
     group.add_argument("--seed", type=seed_number, default=0, metavar="S", help="of parameters and batch (default: 0)")

@@ -293,3 +293,19 @@ def test_what_an_optimizer_makes_of_gradients_is_told_and_not_that_it_does() -> 
     assert report.verdict is Verdict.REFUTED
     assert {f.counter_example["cause"] for f in report.findings} == {"scaled"}
     assert LATE in [check.name for check in report.checks]
+
+
+def added_up(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Wrong: losses, divided by the rows of all ranks, are to be added up, and one gradient is not."""
+    for name, parameter in model.named_parameters():
+        if name != "up.weight":
+            parameter.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad))
+    forward = model.forward
+    model.forward = lambda x, y: forward(x, y) / dist.get_world_size()
+
+
+def test_a_gradient_that_is_wrong_says_nothing_of_losses_that_add_up() -> None:
+    report = verify_program(program(added_up, dp=2), ExternalSettings(steps=1, isolate=False))
+    (finding,) = report.findings
+    assert finding.code == "gradient_differs" and finding.counter_example["cause"] == "missing_reduction", report
+    assert "up.weight" in finding.message and next(c for c in report.checks if c.name == "losses").verdict.passes

@@ -173,16 +173,16 @@ def test_an_optimizer_that_does_not_say_what_it_updates_is_no_fault_of_the_progr
 
 
 def _made_anew_in_halves(model: nn.Module, mesh: Any) -> None:
-    """Each rank initialises its rows of a weight again: no value tells whose they are."""
+    """Each rank initialises its rows of a weight again, flat: no value tells whose they are, nor their shape."""
     weight = torch.empty_like(model.up.weight)
     nn.init.normal_(weight)
     dist.broadcast(weight, 0)
-    model.up.weight = nn.Parameter(weight.chunk(2)[mesh.get_local_rank()].clone())
+    model.up.weight = nn.Parameter(weight.chunk(2)[mesh.get_local_rank()].flatten())
     ranks = [torch.empty_like(model.up.weight) for _ in range(2)]
 
     def forward(x: Tensor) -> Tensor:
         dist.all_gather(ranks, model.up.weight.detach())
-        return nn.functional.linear(x, torch.cat(ranks), model.up.bias)
+        return nn.functional.linear(x, torch.cat(ranks).view_as(weight), model.up.bias)
 
     model.up.forward = forward
 

@@ -88,6 +88,28 @@ def test_the_first_module_that_differs_is_named() -> None:
     assert finding.counter_example["cause"] == "scaled"
 
 
+def row_by_row(model: nn.Module, rows: tuple[Tensor, Tensor]) -> Tensor:
+    return torch.stack([model(x[None], y[None]) for x, y in zip(*rows, strict=True)]).mean()
+
+
+def doubled_and_averaged(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Wrong: the gradient of what one module returns is doubled."""
+
+    def hook(module: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        output.register_hook(lambda gradient: 2 * gradient)
+        return output
+
+    model.up.register_forward_hook(hook)
+    return programs.replicated(model, mesh)
+
+
+@pytest.mark.long
+def test_the_first_module_that_differs_is_named_where_ranks_make_their_share_of_its_calls() -> None:
+    report = verify_program(replace(program(doubled_and_averaged, dp=2), step=row_by_row), QUICK)
+    (finding,) = report.findings
+    assert finding.counter_example["first difference"].startswith("the gradient of the output of up (Linear)"), report
+
+
 def test_copies_that_drop_other_elements_are_refuted() -> None:
     model = partial(Net, 0.2)
     assert verify_program(program(programs.tensor_parallel, model=model, tp=2), QUICK).verdict is Verdict.TESTED_EXACT

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf, isnan
 
@@ -27,6 +27,7 @@ from verify.external.comparison.wrong_state_after_step import cause_elsewhere, c
 from verify.external.observe_rank_run import ObservedStep, RankRecord
 from verify.external.parameter_mapping import RankPiece, addresses_as_tensor, taken
 from verify.external.reference import PlainReference, data_part
+from verify.external.shards_made_anew import GUESSED
 from verify.programs.causes.explain_wrong_values import cause_of
 from verify.programs.causes.wrong_tensor import VAGUE, Cause, WrongTensor
 from verify.results.verdict import Verdict
@@ -39,30 +40,33 @@ def compare(run: ProgramRun) -> tuple[ComparisonResult, ...]:
     last = min(_first_refuted(norms), steps - 1)
     gradients = _gradients(run, last)
     wrong = min((d.step for d in gradients.differences if d.actual != IN_STEP), default=steps)
-    losses = compare_losses(run, min(wrong, last), summed=wrong == steps)
+    losses = compare_losses(run, min(wrong, last), gradients)
     states = _states(run, "parameter", min(map(_first_refuted, (losses, gradients, norms))))
     updated = _first_refuted(states)
     if updated < last:  # what later steps compute follows from its update
         gradients = _gradients(run, updated)
-        losses = compare_losses(run, updated, summed=not gradients.differences)
+        losses = compare_losses(run, updated, gradients)
         norms = replace(norms, differences=tuple(d for d in norms.differences if d.step <= updated))
     others = [result for result in (states, _states(run, "buffer", _NEVER)) if result.count]
     held = _held(run)
     results = (losses, gradients, norms, *others)
-    return (held, *(map(_undecided, results) if _begins_elsewhere(held, losses) else results))
+    pieces = (piece for record in run.records for piece in record.pieces)
+    return (held, *(map(_undecided, results) if _begins_elsewhere(held, losses, pieces) else results))
 
 
 ELSEWHERE = (
-    "the first loss is not the model's, and parameters that cannot be matched stand in the place of the model's: they "
-    "may begin with other values, so that no difference says anything"
+    "the first loss is not the model's, and parameters that cannot be matched, or by their shapes alone, stand in the "
+    "place of the model's: they may begin with other values, so that no difference says anything"
 )
 
 
-def _begins_elsewhere(held: ComparisonResult, losses: ComparisonResult) -> bool:
+def _begins_elsewhere(held: ComparisonResult, losses: ComparisonResult, pieces: Iterable[RankPiece]) -> bool:
     """Return whether the program may compute from other values: some of the model's parameters are held by nobody, some
-    of the program's cannot be matched, and the loss of the first step differs already."""
+    of the program's cannot be matched, or were by their shapes alone, and the loss of the first step differs already.
+    """
     codes = {difference.code for difference in held.differences}
-    return {"parameter_unmatched", "parameter_not_held"} <= codes and any(d.step == 0 for d in losses.differences)
+    unsure = {"parameter_unmatched", "parameter_not_held"} <= codes or any(piece.found == GUESSED for piece in pieces)
+    return unsure and any(d.step == 0 for d in losses.differences)
 
 
 def _undecided(result: ComparisonResult) -> ComparisonResult:
@@ -105,7 +109,7 @@ def _held(run: ProgramRun) -> ComparisonResult:
                 first, started = starts.setdefault(where, (record.rank, piece.started))
                 if started != piece.started and not (isnan(started) and isnan(piece.started)):
                     # shards that were made on the meta device may be left for a checkpoint to fill
-                    open_still = piece.found == "given" and piece.layout != "plain"
+                    open_still = piece.found == GUESSED or (piece.found == "given" and piece.layout != "plain")
                     verdict = Verdict.INCONCLUSIVE if open_still else Verdict.REFUTED
                     cause = Cause("not_synchronised", f"rank {first} starts from other values than rank {record.rank}")
                     found.append(Difference("replicas_differ", piece.name, record.rank, -1, verdict, cause=cause))

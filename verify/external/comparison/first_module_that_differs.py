@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor
 from nnscaler.runtime.nested_values import tensors_in
 from nnscaler.runtime.tensor_bits_and_differences import difference
 from nnscaler.tracing.export.independent_module_copies import copied_with_hooks
-from verify.external.observe_rank_run import RankRecord, modules_of, parallelised, rows_of, run_step
-from verify.external.parameter_mapping import clean_name, local_value, moved_modules
+from verify.external.observe_rank_run import RankRecord, modules_of, parallelised, rows_of, run_step, tensors_of_program
+from verify.external.parameter_mapping import clean_name, give, local_value, moved_modules
 from verify.external.program import ExternalProgram
 from verify.external.reference import (
     PlainReference,
@@ -37,7 +37,9 @@ from verify.external.reference import (
     data_part,
     row_count,
 )
+from verify.external.shards_made_anew import GUESSED
 
+_REPLACED = ("given", GUESSED)  # how pieces are found that have the model's values in place of the program's own
 _CLOSE = {torch.float64: 1e-7, torch.float32: 1e-4}  # relative; in narrower dtypes rounding hides too much
 _ROOT = "the model"
 _LARGEST = 1 << 22  # elements of a tensor that is kept
@@ -92,10 +94,20 @@ def traced_model(program: ExternalProgram, model: nn.Module, reference: PlainRef
     return _whole(seen)
 
 
-def traced_rank(program: ExternalProgram, model: nn.Module, reference: PlainReference, rank: int) -> StepResults:
-    """Run the program on this rank for one step, and keep what its modules return; DTensors are put together."""
+def traced_rank(
+    program: ExternalProgram, model: nn.Module, reference: PlainReference, start: Tensor, record: RankRecord
+) -> StepResults:
+    """Run the program on this rank for one step, and keep what its modules return; DTensors are put together.
+
+    start   the plain model's values at the start, over all addresses
+    record  of this rank's run: it says which of them take the place of the program's own
+    """
     with parallelised(program, model, reference.dtype) as made, _recorded(modules_of(made)) as seen:
-        run_step(program, made, rows_of(program, reference, rank, 0))
+        own = {piece.local: piece for piece in record.pieces if piece.found in _REPLACED}
+        for local, tensor, _ in tensors_of_program(made, program):
+            if local in own and (addresses := own[local].addresses) is not None:
+                give(tensor, start, addresses)
+        run_step(program, made, rows_of(program, reference, record.rank, 0))
         return _whole(seen)
 
 
@@ -148,20 +160,22 @@ def first_differences(
     right: StepResults,
     ranks: Sequence[StepResults],
     records: Sequence[RankRecord],
+    directions: Sequence[str],
 ) -> tuple[FirstDifference, ...]:
-    """Return the first forward difference over all ranks; where forward agrees, the first backward one. What the
-    records say of modules that a rank has by other names, in a wrapper, is gone by."""
+    """Return the first difference over all ranks in the first of these directions in which there is one: backward alone
+    where the losses are right, for what looks wrong forward is then a partial sum that is added up outside of the
+    module. What the records say of modules that a rank has by other names, in a wrapper, is gone by."""
     if reference.dtype not in _CLOSE:
         return ()
     rows = row_count(reference.batch)
-    for direction in ("forward", "backward"):
+    for direction in directions:
         expected: list[Seen] = list(getattr(right, direction))
         earliest: tuple[int, FirstDifference] | None = None
         for rank, traced in enumerate(ranks):
             index, parts = data_part(program, coordinates(program)[rank])
             places = _Places(index, parts, rows, _CLOSE[reference.dtype])
             seen = _as_in_model(getattr(traced, direction), moved_modules(records[rank].pieces))
-            found = _first_wrong(seen, expected, places)
+            found = _first_wrong(seen, expected, places, direction)
             if found is not None and (earliest is None or found[0] < earliest[0]):
                 earliest = found[0], FirstDifference(direction, found[1].name, found[1].kind, rank)
         if earliest is not None:
@@ -192,8 +206,14 @@ class _Places:
     close: float
 
 
-def _first_wrong(found: Sequence[Seen], expected: Sequence[Seen], places: _Places) -> tuple[int, Seen] | None:
-    """Return the first result that differs, by the order of the plain model, with its place there."""
+def _first_wrong(
+    found: Sequence[Seen], expected: Sequence[Seen], places: _Places, direction: str
+) -> tuple[int, Seen] | None:
+    """Return the first result that differs, by the order of the plain model, with its place there.
+
+    A step may call its model for some rows at a time, so that a data part makes its share of the plain model's calls;
+    autograd goes through them from the last one on.
+    """
     calls: dict[str, list[Seen]] = {}
     for seen in found:
         calls.setdefault(seen.name, []).append(seen)
@@ -202,10 +222,14 @@ def _first_wrong(found: Sequence[Seen], expected: Sequence[Seen], places: _Place
         count = counts[right.name] = counts.get(right.name, -1) + 1
         mine = calls.get(right.name, [])
         total = sum(other.name == right.name for other in expected)
-        if len(mine) != total:
+        shared = places.parts > 1 and len(mine) * places.parts == total
+        if len(mine) != total and not shared:
             continue  # micro-batches, recomputation, or a module of another rank
-        if _agrees(mine[count].value, right.value, places) is False:
-            return number, mine[count]
+        part = places.index if direction == "forward" else places.parts - 1 - places.index
+        own = count - (part * len(mine) if shared else 0)
+        here = replace(places, rows=0) if shared else places
+        if 0 <= own < len(mine) and _agrees(mine[own].value, right.value, here) is False:
+            return number, mine[own]
     return None
 
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from nnscaler.runtime.tensor_bits_and_differences import difference
-from verify.external.comparison.comparison_records import ComparisonResult, Difference, ProgramRun
+from verify.external.comparison.comparison_records import IN_STEP, ComparisonResult, Difference, ProgramRun
 from verify.external.comparison.reference_in_parts_and_noise import MEAN_OF_MEANS, cause_by_micro_batches
+from verify.external.parameter_mapping import taken
 from verify.external.reference import data_part, mean_of
 from verify.programs.causes.explain_wrong_values import cause_of
 from verify.programs.causes.wrong_tensor import CLOSE, VAGUE, Cause
@@ -20,13 +21,13 @@ from verify.results.verdict import Verdict
 # Losses.
 
 
-def compare_losses(run: ProgramRun, last: int, summed: bool) -> ComparisonResult:
+def compare_losses(run: ProgramRun, last: int, gradients: ComparisonResult) -> ComparisonResult:
     """Compare each rank's loss up to step `last`.
 
-    It may be that of the whole batch, that of the rank's rows, or a part of the mean; where `summed`, for all gradients
-    agree, also a part of the sum over the data parts, as where the loss of a part is divided by the number of terms of
-    all parts.
+    It may be that of the whole batch, that of the rank's rows, or a part of the mean; where some gradients agree, also
+    a part of the sum over the data parts, as where the loss of a part is divided by the number of terms of all parts.
     """
+    summed = _some_agree(run, gradients)
     found: list[Difference] = []
     count, worst = 0, 0.0
     for number, step in enumerate(run.reference.steps[: last + 1]):
@@ -50,6 +51,22 @@ def compare_losses(run: ProgramRun, last: int, summed: bool) -> ComparisonResult
                 numbers = (f"{float(right):.10g}", f"{float(value):.10g}")
                 found.append(Difference("loss_differs", "loss", rank, number, verdict, gap, *numbers, cause))
     return ComparisonResult("losses", count, tuple(found), worst)
+
+
+def _some_agree(run: ProgramRun, gradients: ComparisonResult) -> bool:
+    """Return whether the gradient of some parameter is right, and not of zeros, so that the losses are: of any where
+    none was found to be wrong."""
+    differences = [one for one in gradients.differences if one.actual != IN_STEP]
+    if not differences:
+        return True
+    number, wrong = min(one.step for one in differences), {one.name for one in differences}
+    right = run.reference.steps[number].gradients
+    pieces = ((record.steps[number], piece) for record in run.records for piece in record.pieces)
+    return any(
+        piece.name not in wrong and bool(taken(right, piece.addresses).nan_to_num().any())
+        for step, piece in pieces
+        if piece.addresses is not None and piece.local in step.gradients.keys() - step.unread
+    )
 
 
 def _conventions(

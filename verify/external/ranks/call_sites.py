@@ -15,15 +15,10 @@ from types import FrameType, TracebackType
 
 import torch
 
-import nnscaler
-from nnscaler.is_user_file import beside, is_installed
+from nnscaler.is_user_file import OURS, beside, is_installed
 
-_FOREIGN = (
-    beside(torch.__file__),
-    beside(beside(__file__)[:-1]),  # verify/external wraps torch, calls programs
-    beside(nnscaler.__file__),  # begins the command, and is around torch's functions
-    "<",  # frozen modules, and code that was made at run time
-)
+_FOREIGN = (beside(torch.__file__), "<")  # and frozen modules, and code that was made at run time
+_TEST_PROGRAMS = tuple(f"{folder}self_test{os.sep}" for folder in OURS)
 _STANDARD = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _WRAPPERS = frozenset({"typing_extensions.py"})  # decorators of torch's deprecated functions
@@ -82,19 +77,28 @@ def place_of_thread(identifier: int | None) -> str | None:
 
 
 def traceback_of(error: BaseException) -> str:
-    """Return the traceback of an error from the program's first line on, for what called it is ours; without a line of
-    the program, the error alone."""
+    """Return the traceback of an error from the program's first line on, for what called it is ours, and without what
+    is ours around torch's functions; without a line of the program, the error alone."""
     trace = error.__traceback__
     while trace is not None and not is_program(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
     if trace is None:
         return "".join(traceback.format_exception_only(type(error), error))
-    return "".join(traceback.format_exception(type(error), error, trace))
+    told = traceback.TracebackException(type(error), error, trace)
+    told.stack = traceback.StackSummary.from_list([frame for frame in told.stack if not is_ours(frame.filename)])
+    return "".join(told.format())
+
+
+@cache
+def is_ours(file: str) -> bool:
+    """Tell whether a file begins the command, calls programs or is around torch's functions: of this package, without
+    the programs that test it."""
+    return file.startswith(OURS) and not file.startswith(_TEST_PROGRAMS)
 
 
 @cache
 def is_program(file: str) -> bool:
     """Tell whether a file is the program's, or of a library that it uses, rather than torch's or ours."""
-    if file.startswith(_FOREIGN) or os.path.basename(file) in _WRAPPERS:
+    if file.startswith(_FOREIGN) or is_ours(file) or os.path.basename(file) in _WRAPPERS:
         return False
     return is_installed(file) or not file.startswith(_STANDARD)

@@ -5,31 +5,51 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Iterator
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from operator import is_
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from nnscaler.global_random_generators import States, set_states, states
 from nnscaler.is_user_file import is_users
 from verify.external.ranks.torch_private import rank_attributes
 
+_TABLES = (dict, list, set, defaultdict, OrderedDict)
+_LARGEST = 1024  # elements of a table: larger ones hold data, which no rank changes
 VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+
+@dataclass(frozen=True)
+class BoundNames:
+    """What the names of a module, or of a class that it defines, are bound to.
+
+    owner   the module's `vars`, or the class
+    bound   a copy of what was in it
+    tables  those that its names are bound to: dicts, lists, sets, and the attributes of the user's objects
+    """
+
+    owner: dict[str, Any] | type
+    bound: Mapping[str, Any]
+    tables: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
 class RankState:
     """State of a process as one rank left it: random numbers, default dtype, variables, tables of torch, and what the
-    names of the user's modules are bound to, such as the process groups that a library of his keeps in one."""
+    names of the user's modules and classes are bound to, such as the process groups that a library of his keeps in
+    one, or in a dict."""
 
     random: States
     dtype: torch.dtype
     variables: tuple[str | None, ...]
     attributes: tuple[tuple[Any, str, Any, Any], ...]  # owner, name, value, and a copy of what is in it
-    methods: tuple[tuple[type, str, Any], ...]  # of the user's classes, whose results functools keeps
-    names: tuple[tuple[dict[str, Any], dict[str, Any]], ...]  # of a module, and a copy
+    names: tuple[BoundNames, ...]
+    tables: tuple[tuple[Any, Any], ...]  # that names lead to, and a copy of each
 
 
 def environment_of(rank: int, ranks: int) -> tuple[str, ...]:
@@ -39,14 +59,15 @@ def environment_of(rank: int, ranks: int) -> tuple[str, ...]:
 
 def save_state(earlier: RankState | None = None) -> RankState:
     """Return the state of this process now; of the modules that are in an earlier one, for there are thousands."""
-    spaces = _of_users() if earlier is None else [space for space, _ in earlier.names]
+    names = _of_users() if earlier is None else tuple(map(_now, earlier.names))
+    copies = {} if earlier is None else {id(table): copy for table, copy in earlier.tables}
     return RankState(
         states(),
         torch.get_default_dtype(),
         tuple(os.environ.get(name) for name in VARIABLES),
         tuple((owner, name, getattr(owner, name), _content(getattr(owner, name))) for owner, name in rank_attributes()),
-        _methods_that_cache(spaces) if earlier is None else earlier.methods,
-        tuple((space, dict(space)) for space in spaces),
+        names,
+        tuple((table, _copied(table, copies.get(id(table)))) for table in _tables(names)),
     )
 
 
@@ -67,14 +88,12 @@ def load_state(state: RankState) -> None:
             inside = value if isinstance(value, dict) else vars(value)
             inside.clear()
             inside.update(content)
-    for owner, name, method in state.methods:
-        if vars(owner).get(name) is not method:
-            setattr(owner, name, method)
-    for space, names in state.names:
-        if len(space) != len(names) or not all(map(is_, space.values(), names.values())):
-            for name in [name for name in space if name not in names]:
-                del space[name]
-            space.update(names)
+    for names in state.names:
+        if not _same(_space(names.owner), names.bound):
+            _bind(names.owner, names.bound)
+    for table, copy in state.tables:
+        if not _same(table, copy):
+            _fill(table, copy)
 
 
 def with_own_caches(state: RankState) -> RankState:
@@ -84,49 +103,131 @@ def with_own_caches(state: RankState) -> RankState:
 
     def anew(value: Any) -> Any:
         if isinstance(value, staticmethod | classmethod):
-            return type(value)(anew(value.__func__))
+            inner = anew(value.__func__)
+            return value if inner is value.__func__ else type(value)(inner)
         if not isinstance(value, functools._lru_cache_wrapper):
             return value
         if id(value) not in own:
             own[id(value)] = functools.lru_cache(**value.cache_parameters())(value.__wrapped__)
         return own[id(value)]
 
-    return replace(
-        state,
-        methods=tuple((owner, name, anew(method)) for owner, name, method in state.methods),
-        names=tuple((space, {name: anew(value) for name, value in names.items()}) for space, names in state.names),
-    )
+    names = (replace(one, bound={name: anew(value) for name, value in one.bound.items()}) for one in state.names)
+    return replace(state, names=tuple(names))
 
 
 def empty_caches() -> None:
     """Empty what functools keeps of the results of functions in the user's modules, as in a process that has begun:
     that there is no process group, say, which a run of the plain model has asked."""
-    spaces = _of_users()
-    for value in [value for space in spaces for value in space.values()]:
-        if isinstance(value, functools._lru_cache_wrapper):
-            value.cache_clear()
-    for _, _, method in _methods_that_cache(spaces):
-        getattr(method, "__func__", method).cache_clear()
+    for value in (value for names in _of_users() for value in names.bound.values()):
+        inner = getattr(value, "__func__", value)
+        if isinstance(inner, functools._lru_cache_wrapper):
+            inner.cache_clear()
 
 
-def _methods_that_cache(spaces: list[dict[str, Any]]) -> tuple[tuple[type, str, Any], ...]:
-    """Return the owner, name and value of what functools caches in classes that these modules define."""
+def _of_users() -> tuple[BoundNames, ...]:
+    """Return the names of the user's modules, and of the classes that these define."""
 
-    def found() -> Iterator[tuple[type, str, Any]]:
-        for space in spaces:
-            classes = [value for value in space.values() if isinstance(value, type)]
-            for owner in (c for c in classes if c.__module__ == space.get("__name__")):
-                for name, value in vars(owner).items():
-                    inner = value.__func__ if isinstance(value, staticmethod | classmethod) else value
-                    if isinstance(inner, functools._lru_cache_wrapper):
-                        yield owner, name, value
+    def owners() -> Iterator[dict[str, Any] | type]:
+        for module in list(sys.modules.values()):
+            if is_users(getattr(module, "__file__", None)):
+                space = vars(module)
+                yield space
+                yield from (v for v in space.values() if isinstance(v, type) and v.__module__ == space.get("__name__"))
 
-    return tuple(found())
+    found = {id(owner): owner for owner in owners()}
+    return tuple(_bound_names(owner) for owner in found.values())
 
 
-def _of_users() -> list[dict[str, Any]]:
-    modules = list(sys.modules.values())
-    return [vars(module) for module in modules if is_users(getattr(module, "__file__", None))]
+def _space(owner: dict[str, Any] | type) -> Mapping[str, Any]:
+    return vars(owner) if isinstance(owner, type) else owner
+
+
+def _bound_names(owner: dict[str, Any] | type) -> BoundNames:
+    bound = dict(_space(owner))
+    tables = (_table_of(value) for name, value in bound.items() if not name.startswith("__"))
+    return BoundNames(owner, bound, tuple(table for table in tables if table is not None))
+
+
+def _now(names: BoundNames) -> BoundNames:
+    return names if _same(_space(names.owner), names.bound) else _bound_names(names.owner)
+
+
+def _bind(owner: dict[str, Any] | type, bound: Mapping[str, Any]) -> None:
+    if isinstance(owner, dict):
+        for name in [name for name in owner if name not in bound]:
+            del owner[name]
+        owner.update(bound)
+        return
+    for name in [name for name in vars(owner) if name not in bound]:
+        type.__delattr__(owner, name)
+    for name, value in bound.items():
+        if vars(owner).get(name, bound) is not value:
+            type.__setattr__(owner, name, value)
+
+
+# Tables: a program fills them after they are bound to a name, or to a key of another one.
+
+
+def _table_of(value: Any) -> Any:
+    """Return a table whose contents are a rank's own, or the attributes of an object of a class of the user's; None for
+    any other value. Modules and tensors are copied for each rank, and not changed behind the program's back."""
+    kind = type(value)
+    if kind in _TABLES:
+        return value
+    own = kind is SimpleNamespace or _is_users_module(kind.__module__)
+    return getattr(value, "__dict__", None) if own and not isinstance(value, type | nn.Module | Tensor) else None
+
+
+def _is_users_module(name: str) -> bool:
+    return _is_users_file(getattr(sys.modules.get(name), "__file__", None))
+
+
+_is_users_file = functools.cache(is_users)
+
+
+def _tables(names: Iterable[BoundNames]) -> list[Any]:
+    """Return the tables that names lead to, also through other tables, each once."""
+    found: dict[int, Any] = {}
+    waiting = [table for one in names for table in one.tables]
+    while waiting:
+        table = waiting.pop()
+        if id(table) not in found and len(table) <= _LARGEST:
+            found[id(table)] = table
+            values = table.values() if isinstance(table, dict) else table
+            waiting += [inner for value in values if (inner := _table_of(value)) is not None]
+    return list(found.values())
+
+
+def _same(table: Any, copy: Any) -> bool:
+    """Return whether a table holds what a copy of it holds: the same objects, in the same order."""
+    if len(table) != len(copy):
+        return False
+    if isinstance(table, set):
+        return bool(table == copy)
+    if isinstance(table, list):
+        return all(map(is_, table, copy))
+    return all(map(is_, table.values(), copy.values())) and all(map(is_, table, copy))
+
+
+def _copied(table: Any, earlier: Any) -> Any:
+    if earlier is not None and type(earlier) is type(_empty(table)) and _same(table, earlier):
+        return earlier
+    made = _empty(table)
+    _fill(made, table)
+    return made
+
+
+def _empty(table: Any) -> Any:
+    return next(kind() for kind in (dict, list, set) if isinstance(table, kind))
+
+
+def _fill(table: Any, copy: Any) -> None:
+    if isinstance(table, list):
+        table[:] = copy
+        return
+    if isinstance(table, set) or list(table) != list(copy):
+        table.clear()
+    table.update(copy)
 
 
 def _content(value: Any) -> dict[Any, Any] | None:

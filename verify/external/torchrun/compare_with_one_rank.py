@@ -40,7 +40,7 @@ from verify.external.torchrun.match_one_rank import (
     unmatched,
 )
 from verify.external.torchrun.run_ranks_and_reference import Failed, NoReference, NotMatched, ScriptRunner
-from verify.external.torchrun.watched_script_record import Clipped, ScriptRecord
+from verify.external.torchrun.watched_script_record import Clipped, ReadNumber, ScriptRecord
 from verify.programs.low_precision.noise_statistics import moved
 from verify.results.finding import Finding
 from verify.results.float64_tolerance import AGREES, Key, Tolerance
@@ -65,7 +65,7 @@ class Attempt:
 
     way      how the script on one rank was fed
     material with which it was
-    numbers  that it read from its data
+    numbers  that it read from tensors
     notes    of that run
     clipped  calls of torch's functions that clip gradients, in each of its steps
     own_norms
@@ -77,7 +77,7 @@ class Attempt:
 
     way: Way
     material: Material
-    numbers: tuple[float, ...]
+    numbers: tuple[ReadNumber, ...]
     run: ProgramRun
     compared: tuple[ComparisonResult, ...]
     notes: tuple[str, ...]

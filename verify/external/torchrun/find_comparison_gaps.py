@@ -16,7 +16,7 @@ from verify.external.torchrun.feed_data_of_all_ranks import Material, Way
 from verify.external.torchrun.match_one_rank import Layout, reference_of
 from verify.external.torchrun.run_ranks_and_reference import Failed, NoReference, NotMatched, ScriptRunner
 from verify.external.torchrun.tensors_that_steps_change import is_outside
-from verify.external.torchrun.watched_script_record import ScriptRecord
+from verify.external.torchrun.watched_script_record import ReadNumber, ScriptRecord, unlike_numbers
 from verify.programs.causes.wrong_tensor import VAGUE
 from verify.results.finding import Finding
 from verify.results.report import Check
@@ -31,13 +31,13 @@ class Tried:
     """A comparison in which something differs.
 
     way      how the script on one rank was fed
-    numbers  that it read from its data
+    numbers  that it read from tensors
     firm     there is one in which a difference refutes
     reasons  why others could not be made
     """
 
     way: Way
-    numbers: tuple[float, ...]
+    numbers: tuple[ReadNumber, ...]
     firm: bool
     reasons: tuple[NoReference, ...]
 
@@ -50,9 +50,13 @@ def doubt_of(
         return "the forward pass draws random numbers, which are others on one rank"
     if not tried.firm:
         return "the script could not be run on one rank without more rows or micro-batches than it takes on a rank"
-    pairs = [(n, o) for n, o in zip(tried.numbers, records[0].numbers, strict=False) if n != o]
-    if tried.way == "part" and pairs:
-        return f"on one rank the script reads {pairs[0][0]:g} from its data, and {pairs[0][1]:g} on rank 0: {_READ}"
+    unlike = next(unlike_numbers(tried.numbers, records[0].numbers), None)
+    if tried.way == "part" and unlike is not None:
+        alone, here = unlike
+        where = f" (line {alone.place})" if alone.place else ""
+        return (
+            f"on one rank the script reads {alone.value:g} from its data, and {here.value:g} on rank 0{where}: {_READ}"
+        )
     if not {"own", "whole"} <= {reason.way for reason in tried.reasons}:
         return None
     gradients = [d.cause for d in differences if d.code.startswith("gradient_differs")]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from verify.external.torchrun.compare_with_one_rank import Judged
-from verify.external.torchrun.match_one_rank import Layout
+from verify.external.torchrun.match_one_rank import Layout, same_data
 from verify.external.torchrun.replace_data_given_to_model import close
 from verify.external.torchrun.watched_script_record import ScriptRecord, Tensors
 from verify.results.finding import Finding
@@ -131,6 +131,28 @@ def _of_others(records: Sequence[ScriptRecord], kind: str, here: _Place, there: 
     ranks = f"ranks {min(here[0], there[0])} and {max(here[0], there[0])}"
     check = Check("other rows on every rank", Verdict.INCONCLUSIVE, 0, detail=f"some are the same on {ranks}")
     return check, Finding("same_rows", message, cause=cause, help=_DIVIDE)
+
+
+def same_where_trained(judged: Judged, records: Sequence[ScriptRecord], layout: Layout) -> tuple[Check, Finding] | None:
+    """Return what is open where data parts train on the same rows, and differ in others that a loss takes no part in,
+    as those that each rank measures its model on: a missing reduction does not show. None for drawn stand-ins."""
+    if judged.attempt is None or layout.count == 1 or all(map(_drawn, records)):
+        return None
+    data = []
+    for record in (records[layout.parts.index(part)] for part in range(layout.count)):
+        trained = sorted(record.trained)
+        data.append(
+            (trained, {kind: tuple(record.events[k][n] for k, n in trained if k == kind) for kind, _ in trained})
+        )
+    for part, (numbers, events) in enumerate(data):
+        twin = next((one for one in range(part) if data[one][0] == numbers and same_data(data[one][1], events)), None)
+        if twin is not None and numbers:
+            ranks = " and ".join(str(layout.parts.index(one)) for one in (twin, part))
+            message = f"ranks {ranks} train on the same rows, and only data that no backward pass begins with differ"
+            cause = "together they do the work of one, and a reduction between them that is missing does not show"
+            check = Check("other rows on every rank", Verdict.INCONCLUSIVE, 0, detail=f"trained on the same on {ranks}")
+            return check, Finding("same_rows", message, cause=cause, help=_DIVIDE)
+    return None
 
 
 def _drawn(record: ScriptRecord) -> bool:

@@ -18,15 +18,16 @@ from nnscaler.runtime.nested_values import map_tensors, tensors_in
 from nnscaler.runtime.tensor_bits_and_differences import FLOAT64_BOUND, difference, is_whole
 from nnscaler.tracing.float64_run import without_drop
 from verify.external.parameter_mapping import local_value
+from verify.external.ranks.call_sites import place_of_call
 from verify.external.torchrun.cuda_on_cpu import Tell, without_gpu
-from verify.external.torchrun.watched_script_record import Settings, Tensors
+from verify.external.torchrun.watched_script_record import ReadNumber, Settings, Tensors
 from verify.external.unequal_label_counts import ignore_some
 
 Take = Callable[[str, Tensors], Tensors]  # kind of event, and what came in -> what is to be used
 _READS: frozenset[Any] = frozenset((Tensor.item, Tensor.__int__, Tensor.__float__, Tensor.tolist))
 _OF_MODEL = "_nnscaler_of_model"  # marks a tensor without a graph that a model had a part in
 _OF_GRADIENTS = "_nnscaler_of_gradients"  # marks what a script computes of gradients that it reads
-_OF_RANKS = "_nnscaler_of_ranks"  # marks a grid of all ranks, and what a script computes of it alone
+_OF_RANKS = "_nnscaler_of_ranks"  # marks what may be a grid of all ranks, and what a script computes of it alone
 _NORMS = frozenset(
     ("norm", "linalg_norm", "linalg_vector_norm", "_foreach_norm", "square", "pow", "__pow__", "dot", "sum", "max",
      "amax", "clamp", "clamp_", "clip", "clip_", "_foreach_clamp_max_", "_foreach_clamp_min_")
@@ -35,6 +36,7 @@ _FILLING = (
     "all_gather", "all_gather_into_tensor", "all_to_all", "all_to_all_single", "gather", "reduce_scatter",
     "reduce_scatter_tensor", "scatter",
 )  # fmt: skip
+_OVERWRITING = frozenset(("copy_", "set_", "__setitem__"))
 # code that is no script's
 _OTHERS = (beside(torch.__file__), *OURS)
 # of numbers; torch.randperm draws an order in which data are taken, and is no row of them
@@ -79,8 +81,8 @@ class ScriptMode(TorchFunctionMode):
     are the random numbers that it draws for itself.
 
     dropped  a function was kept from dropping something
-    numbers  of Python that the script reads from data that no model had a part in, such as counts of labels, in order;
-             from a grid of the ranks it reads where a rank stands, which is none
+    numbers  of Python that the script reads from tensors that no model had a part in, such as counts of labels, in
+             order; some of them say where a rank stands in a grid of all
     measured the script takes a norm of gradients in code of its own, or limits them
     ignored  each `ignore_index` of a cross entropy
     """
@@ -96,7 +98,7 @@ class ScriptMode(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.dropped = False
-        self.numbers: list[float] = []
+        self.numbers: list[ReadNumber] = []
         self.measured = False
         self.ignored: dict[int, None] = {}
         self._gradients: set[int] = set()  # where those lie that the script reads
@@ -120,8 +122,11 @@ class ScriptMode(TorchFunctionMode):
             return there
         if not self._dropout and without_drop(func, given, named):
             self.dropped = True
-        if self._outside() and func.__name__ not in ("__get__", "__set__") and _meets_data(given, named):
-            given, named = exchanged([given, named], "target", self._take)
+        if self._outside() and func.__name__ not in ("__get__", "__set__"):
+            read = given[1:] if func.__name__ in _OVERWRITING else given  # nobody reads what is written over
+            if _meets_data(read, named):
+                read, named = exchanged([read, named], "target", self._take)
+                given = [*given[: len(given) - len(read)], *read]
         if func in _ENTROPIES:
             self.ignored[named.get("ignore_index", given[4] if len(given) > 4 else -100)] = None
         made = func(*given, **named)
@@ -180,14 +185,13 @@ class ScriptMode(TorchFunctionMode):
         """Note the number that a function reads from data, or what it makes of tensors that a model had a part in."""
         tensors = [value for value in _values(given, named) if isinstance(value, Tensor)]
         ranks = func is torch.arange and made.numel() == int(os.environ.get("WORLD_SIZE", "0"))
-        if ranks or (tensors and all(hasattr(tensor, _OF_RANKS) for tensor in tensors)):
-            for one in tensors_in(made):
-                setattr(one, _OF_RANKS, True)
-            return  # where a rank stands among them is no number of the data
+        of_ranks = ranks or (bool(tensors) and all(hasattr(tensor, _OF_RANKS) for tensor in tensors))
+        for one in tensors_in(made) if of_ranks else ():
+            setattr(one, _OF_RANKS, True)
         if not any(t.requires_grad or hasattr(t, _OF_MODEL) or hasattr(t, _OF_GRADIENTS) for t in tensors):
             reads = func in _READS and tensors[0].numel() == 1 and not caller.startswith(_OTHERS)
-            if reads and self._outside():
-                self.numbers.append(float(made[0] if isinstance(made, list) else made))
+            if reads and self._outside() and not tensors[0].is_complex():
+                self.numbers.append(ReadNumber(float(tensors[0].item()), place_of_call(), of_ranks))
             return
         for one in made if isinstance(made, tuple | list) else (made,):
             if isinstance(one, Tensor) and not one.requires_grad:

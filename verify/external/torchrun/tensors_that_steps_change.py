@@ -11,6 +11,7 @@ aside    parameters and buffers of modules that are never called with gradients,
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress
@@ -22,9 +23,16 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
-from nnscaler.runtime.tensor_bits_and_differences import as_real
 from verify.external.observe_rank_run import local_gradient, unread_by
-from verify.external.parameter_mapping import Addresses, StateMap, claimed, clean_name, layout_words, local_value
+from verify.external.parameter_mapping import (
+    Addresses,
+    StateMap,
+    claimed,
+    clean_name,
+    layout_words,
+    local_value,
+    real_shape,
+)
 from verify.external.ranks.torch_private import flat_shards, resting_shards
 from verify.external.torchrun.watched_script_record import HeldInScript
 from verify.programs.module_tensors_by_every_name import Kind, every_parameter
@@ -274,10 +282,10 @@ def held(one: StateTensor) -> HeldInScript:
     name, tensor = one.names[0], one.tensor
     places: Addresses | None = None
     shape = tuple(local_value(tensor).shape)
-    whole = tuple(tensor.shape) if isinstance(tensor, DTensor) else tuple(as_real(tensor.detach()).shape)
+    whole = tuple(real_shape(tensor))
     if isinstance(tensor, DTensor):
-        shapes = {name: tensor.shape}
-        places = claimed(tensor, name, StateMap({name: 0}, shapes, {name: "parameter"}, tensor.numel(), (name,)))
+        shapes = {name: real_shape(tensor)}
+        places = claimed(tensor, name, StateMap({name: 0}, shapes, {name: "parameter"}, math.prod(whole), (name,)))
     trained = tensor.requires_grad and one.kind == "parameter" and not one.filled
     if one.shard is not None:
         whole, places = one.shard

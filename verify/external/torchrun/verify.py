@@ -23,6 +23,7 @@ from verify.external.torchrun.find_ranks_with_same_rows import (
     replicas,
     rows_of_others,
     same_rows,
+    same_where_trained,
 )
 from verify.external.torchrun.match_one_rank import Layout, NoParts, material_of, parts_of, unequal_starts
 from verify.external.torchrun.rerun_with_other_gradient_sizes import (
@@ -144,7 +145,8 @@ def _verify(runner: ScriptRunner, progress: Progress) -> Outcome:
     judged = with_early_norms(without_limits(runner, judged, layout), records, layout)
     notes += _said(judged, layout, records)
     checks, found = _outcome(judged)
-    if judged.passes and (others := rows_of_others(judged, records, layout)) is not None:
+    others = rows_of_others(judged, records, layout) or same_where_trained(judged, records, layout)
+    if judged.passes and others is not None:
         checks, found = (*checks, others[0]), (*found, others[1])
     return checks, found, tuple(notes), used
 

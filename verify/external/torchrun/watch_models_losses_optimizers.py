@@ -22,6 +22,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from torch.utils.data import DataLoader
 
 from nnscaler.errors import few
+from nnscaler.runtime.nested_values import tensors_in
 from nnscaler.runtime.training.autocast_on_any_device import autocast_on
 from nnscaler.tracing.float64_run import exact, exact_tensor
 from verify.external.observe_rank_run import changed, local_gradient, note_on_hooks, whole_scalar
@@ -60,6 +61,8 @@ class ScriptWatch:
         self._gradients: dict[str, Tensor | None] = {}
         self._steps: list[SeenStep] = []
         self._made: dict[int, int] = {}  # optimizer -> its steps
+        self._backward: set[int] = set()  # inputs of models whose outputs a backward pass has met
+        self._follows: list[int] = []  # for each target, the number of inputs before it
         self._drew = self._stopped = self._scheduled = False
         self._mode = ScriptMode(self.tell, self._outside, self._own_code, self._take, self._draw, start.dropout)
 
@@ -117,7 +120,12 @@ class ScriptWatch:
             tuple(self._mode.numbers),
             self._mode.measured,
             tuple(self._mode.ignored),
+            frozenset(self._trained()),
         )
+
+    def _trained(self) -> Iterator[tuple[str, int]]:
+        yield from (("input", number) for number in self._backward)
+        yield from (("target", number) for number, count in enumerate(self._follows) if count - 1 in self._backward)
 
     # Data.
 
@@ -136,6 +144,8 @@ class ScriptWatch:
         elif self._start.vary is not None:
             used = tuple(varied(t, self._start.vary, len(events)) for t in used)
         used = tuple(thinned(t, self._start.kept, self._start.ignored) for t in used)
+        if kind == "target":
+            self._follows.append(len(self._events.get("input", ())))
         events.append(tuple(t.detach().clone() for t in used))
         return used
 
@@ -159,9 +169,14 @@ class ScriptWatch:
             self._enter(module)
             if self._feed is not None and isinstance(module, DistributedDataParallel):
                 self._feed.send(list(module.buffers()) if module.will_sync_module_buffers() else [])
+            number = len(self._events.get("input", ()))
             args, named = exchanged([args, named], "input", self._take)
             with self._entered():
-                return call(module, *args, **named)
+                output = call(module, *args, **named)
+            for tensor in tensors_in(output) if len(self._events.get("input", ())) > number else ():
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(lambda gradient: self._backward.add(number))
+            return output
 
         def loaded(this: Any) -> Iterator[Any]:
             number = self._loaders.setdefault(id(this), len(self._loaders))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -97,6 +97,36 @@ class Clipped:
 
 
 @dataclass(frozen=True)
+class ReadNumber:
+    """A number of Python that a script reads from a tensor.
+
+    place     the script's line; None where it has none
+    of_ranks  what it was read from is computed of `torch.arange` over as many numbers as there are ranks: where a rank
+              stands in a grid of them, or data that happen to be as many
+    """
+
+    value: float
+    place: str | None = None
+    of_ranks: bool = False
+
+
+def unlike_numbers(one: Sequence[ReadNumber], other: Sequence[ReadNumber]) -> Iterator[tuple[ReadNumber, ReadNumber]]:
+    """Yield the pairs of numbers that two runs over different numbers of ranks read at the same line, and that differ.
+
+    Where a rank stands in a grid of all ranks is no number of the data. A grid has one element on one rank; what has as
+    many as before is a table of the script's own.
+    """
+    places: dict[str | None, list[ReadNumber]] = {}
+    for number in other:
+        places.setdefault(number.place, []).append(number)
+    left = {place: iter(numbers) for place, numbers in places.items()}
+    for number in one:
+        pair = next(left.get(number.place, iter(())), None)
+        if pair is not None and pair.value != number.value and not (pair.of_ranks and number.of_ranks):
+            yield number, pair
+
+
+@dataclass(frozen=True)
 class SeenStep:
     """One step of the script's optimizers. Tensors are local, by name.
 
@@ -143,9 +173,11 @@ class ScriptRecord:
     replica  its number among the ranks whose gradients DDP or FSDP averages, and how many these are; None without them
     dropped  it would drop something, and was kept from it
     draws    random numbers that it drew for itself, outside of its models
-    numbers  of Python that it read from its data, outside of its models
+    numbers  that it read from tensors, outside of its models and not of what they return
     measured it took norms of gradients by itself, outside of optimizers and of torch's clipping
     ignored  each `ignore_index` of its cross entropies
+    trained  kind and number of the data, inputs of models and targets, that a backward pass went through; it is not
+             known of schedules of pipelines
     """
 
     rank: int
@@ -161,9 +193,10 @@ class ScriptRecord:
     replica: tuple[int, int] | None = None
     dropped: bool = False
     draws: Tensors = ()
-    numbers: tuple[float, ...] = ()
+    numbers: tuple[ReadNumber, ...] = ()
     measured: bool = False
     ignored: tuple[int, ...] = ()
+    trained: frozenset[tuple[str, int]] = frozenset()
 
 
 class Stopped(BaseException):

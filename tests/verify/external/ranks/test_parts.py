@@ -6,8 +6,10 @@ import os
 import pickle
 import random
 import sys
+from collections.abc import Callable
 from functools import cache, lru_cache
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -16,7 +18,8 @@ import torch.distributed as dist
 
 from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError
 from nnscaler.runtime.keep_freed_memory import kept_memory
-from verify.external.ranks.call_sites import is_program, place_in_stack, place_of_call, place_of_error
+from verify import child_processes
+from verify.external.ranks.call_sites import is_program, place_in_stack, place_of_call, place_of_error, traceback_of
 from verify.external.ranks.collective_semantics import CollectiveShare, answer, disagreement_of
 from verify.external.ranks.globals_of_ranks import VARIABLES, environment_of, load_state, save_state
 from verify.external.ranks.processes.logged_gloo_group import CallReader, CallWriter, Entry
@@ -24,6 +27,7 @@ from verify.external.ranks.run_ranks_here_or_in_child import run_ranks
 from verify.external.ranks.run_result import RankCall, RanksFailed
 from verify.external.ranks.threads.exchange import WatchedTensors
 from verify.results.finding_codes import CATALOGUE
+from verify.self_test.external import models
 
 
 def call(kind: str = "all_reduce", shape: tuple[int, ...] = (2,), **fields: object) -> CommunicationCall:
@@ -163,6 +167,40 @@ def test_names_of_a_users_module_are_bound_for_each_rank() -> None:
     assert not _mine and "_new" not in globals()
 
 
+class _Groups:
+    """What libraries keep their process groups in: a name and a dict of a class, tables in a table, an object."""
+
+    rank = -1
+    of: ClassVar[dict[str, int]] = {}
+    nested: ClassVar[dict[str, list[int]]] = {"ranks": []}
+    seen: ClassVar[set[int]] = set()
+
+
+_groups = _Groups()
+
+
+def test_tables_of_a_users_classes_and_objects_are_those_of_each_rank() -> None:
+    def on_rank(rank: int) -> list[object]:
+        _Groups.rank = rank
+        _Groups.of["tp" if rank else "dp"] = rank
+        _Groups.of["last"] = rank
+        _Groups.nested["ranks"].append(rank)
+        _Groups.seen.add(rank)
+        _groups.own = rank  # type: ignore[attr-defined]
+        turns = []
+        for name in _Groups.of:  # which other ranks change meanwhile
+            dist.barrier()
+            turns.append(name)
+        seen = [*_Groups.nested["ranks"], *_Groups.seen, *vars(_groups).items()]
+        return [_Groups.rank, list(_Groups.of.items()), turns, seen]
+
+    first = [0, [("dp", 0), ("last", 0)], ["dp", "last"], [0, 0, ("own", 0)]]
+    second = [1, [("tp", 1), ("last", 1)], ["tp", "last"], [1, 1, ("own", 1)]]
+    assert run_ranks(on_rank, 2).results == (first, second)
+    assert _Groups.rank == -1 and _Groups.nested == {"ranks": []}
+    assert not (_Groups.of or _Groups.seen or vars(_groups))
+
+
 @cache
 def _ranks_that_are_up() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
@@ -220,8 +258,23 @@ def test_places_are_lines_of_the_program() -> None:
     assert not is_program(torch.nn.functional.__file__)
     assert not is_program(random.__file__)
     assert is_program(np.__file__)
+    assert not is_program(child_processes.__file__)
+    assert is_program(models.__file__)
     stack = f'  File "{torch.__file__}", line 3 in f\n  File "/somewhere/train.py", line 12 in main\n'
     assert place_in_stack(stack) == "/somewhere/train.py:12"
+
+
+def test_a_traceback_has_no_lines_of_ours() -> None:
+    spaces: list[dict[str, Callable[[Callable[[], object]], object]]] = [{}, {}]
+    for space in spaces:
+        exec(compile("def through(inner): return inner()", child_processes.__file__, "exec"), space)
+    begun, around = (space["through"] for space in spaces)
+    try:
+        begun(lambda: around(lambda: torch.ones(2) @ torch.ones(3)))
+    except RuntimeError as error:
+        told, error_text = traceback_of(error), f"RuntimeError: {error}"
+    assert child_processes.__file__ not in told
+    assert told.count(__file__) == 3 and told.endswith(f"{error_text}\n")
 
 
 def test_a_failure_survives_pickling() -> None:

@@ -1,17 +1,24 @@
-"""Scripts that do not end as they should."""
+"""Scripts that do not end as they should, and rows that are not as they should be."""
 
 from __future__ import annotations
 
 import shlex
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
+import torch
+from torch import Tensor
 
 from nnscaler.errors import NnscalerError
 from tests.sampling import every, only
 from tests.verify.external.torchrun.running import SCRIPTS, told, verified
 from verify.external.request import words_of_script
+from verify.external.torchrun.compare_with_one_rank import Judged
+from verify.external.torchrun.find_ranks_with_same_rows import same_where_trained
+from verify.external.torchrun.match_one_rank import Layout
 from verify.external.torchrun.verify import verify_script
+from verify.external.torchrun.watched_script_record import ScriptRecord
 from verify.results.verdict import Verdict
 
 
@@ -227,3 +234,25 @@ def test_a_gradient_that_is_not_finite_on_one_rank_either_is_not_compared(tmp_pa
     report = verify_script([str(script)], ranks=2, steps=1)
     assert report.verdict is Verdict.INCONCLUSIVE, told(report)
     assert "the gradient of scale is not finite" in report.findings[0].message
+
+
+# Rows that are the same.
+
+
+def taken(rank: int, rows: list[Tensor], trained: tuple[int, ...]) -> ScriptRecord:
+    """Return the record of a rank that took in these rows, and began backward passes with some of them."""
+    events = {"input": tuple((one,) for one in rows)}
+    numbers = frozenset(("input", number) for number in trained)
+    return ScriptRecord(rank, (), {}, (), events, (), (), False, torch.float64, trained=numbers)
+
+
+@pytest.mark.parametrize(("trained", "open_still"), [((1, 2), True), ((0, 1), False), ((), False)])
+def test_rows_that_are_measured_do_not_make_others_of_those_that_are_trained_on(
+    trained: tuple[int, ...], open_still: bool
+) -> None:
+    own, shared = [torch.rand(2, 3) for _ in range(2)], [torch.rand(2, 3) for _ in range(2)]
+    records = [taken(rank, [own[rank], *shared], trained) for rank in range(2)]
+    judged = Judged(cast(Any, object()), (), (), ())
+    found = same_where_trained(judged, records, Layout((0, 1)))
+    assert (found is not None) == open_still
+    assert found is None or (found[1].code == "same_rows" and not found[0].verdict.passes)

@@ -14,8 +14,16 @@ from verify.external.torchrun.cuda_on_cpu import CPU, on_cpu
 from verify.external.torchrun.elements_of_one_rank import filled_in
 from verify.external.torchrun.feed_data_of_all_ranks import Material, RanksFeed, Way
 from verify.external.torchrun.match_one_rank import Layout, NoParts, parts_of, rank_records, reference_of, unmatched
-from verify.external.torchrun.replace_data_given_to_model import ScriptMode, close, exchanged, settings_of, varied
-from verify.external.torchrun.watched_script_record import Events, HeldInScript, ScriptRecord, SeenStep, Unmatched
+from verify.external.torchrun.replace_data_given_to_model import ScriptMode, Take, close, exchanged, settings_of, varied
+from verify.external.torchrun.watched_script_record import (
+    Events,
+    HeldInScript,
+    ReadNumber,
+    ScriptRecord,
+    SeenStep,
+    Unmatched,
+    unlike_numbers,
+)
 
 
 def record(
@@ -141,24 +149,27 @@ def test_settings_are_numbers_alone() -> None:
 # Numbers that a script reads.
 
 
+def watched(take: Take = lambda kind, given: given) -> ScriptMode:
+    """Return what watches the functions of torch that a script calls."""
+    return ScriptMode(lambda note: None, lambda: True, lambda: True, take, lambda t: t, False)
+
+
 def test_a_norm_of_gradients_is_no_number_of_the_data() -> None:
     weight, labels = nn.Parameter(torch.ones(3)), torch.tensor([1, 2, -100])
-    mode = ScriptMode(lambda note: None, lambda: True, lambda: True, lambda kind, given: given, lambda t: t, False)
-    with mode:
+    with watched() as mode:
         (weight**2).sum().backward()
         assert weight.grad is not None
         own = torch.from_numpy(weight.grad.numpy())  # shares its memory, which no mode sees: as `to_local` of a DTensor
         own.mul_(min(1.0, 1.0 / nn.utils.get_total_norm([own]).item()))
         count = (labels != -100).sum().item()
     assert mode.measured
-    assert mode.numbers == [count]
+    assert [number.value for number in mode.numbers] == [count]
 
 
 def test_where_a_rank_stands_is_no_number_of_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
-    mode = ScriptMode(lambda note: None, lambda: True, lambda: True, lambda kind, given: given, lambda t: t, False)
     labels = torch.tensor([5, 6, -100])
-    with mode:
+    with watched() as mode:
         grid = torch.arange(4).view(2, 2)
         row, column = (grid == 2).nonzero().flatten()
         place = row.item(), column.item(), grid[1, 1].tolist()
@@ -166,7 +177,43 @@ def test_where_a_rank_stands_is_no_number_of_the_data(monkeypatch: pytest.Monkey
         chosen = grid.flatten()[labels[0] - 4].item()  # by what stands in the data
         several = torch.arange(3)[1].item()
     assert place == (1, 0, 3)
-    assert mode.numbers == [count, chosen, several]
+    read = [(number.value, number.of_ranks) for number in mode.numbers]
+    assert read == [(1, True), (0, True), (3, True), (count, False), (chosen, False), (several, False)]
+    assert all(number.place is not None and number.place.startswith(__file__) for number in mode.numbers)
+
+
+def test_a_table_with_as_many_elements_as_there_are_ranks_is_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(ranks: int, labels: int) -> list[ReadNumber]:
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        with watched() as mode:
+            int((torch.arange(ranks) == ranks - 1).nonzero())  # where this rank stands
+            assert torch.ones(1, 1).tolist() == [[1.0]] and torch.ones((), dtype=torch.cfloat).item() == 1
+            table = torch.arange(4)
+            int((table < labels).sum())
+            if labels > 1:
+                int(table[3])  # which one rank does not read
+            int(table[0])
+        return mode.numbers
+
+    (pair,) = unlike_numbers(read(1, 1), read(4, 3))
+    assert [number.value for number in pair] == [1, 3]
+
+
+def test_what_is_written_over_is_no_target_of_the_loss() -> None:
+    """Losses that a script collects, and parameters that it puts into another's place, are not combined with data."""
+    weight, history, targets = nn.Parameter(torch.ones(2)), torch.zeros(3), torch.ones(2)
+    met: list[float] = []
+
+    def take(kind: str, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        met.extend(float(one.sum()) for one in given)
+        return tuple(one + 1 for one in given)
+
+    with watched(take):
+        loss = (weight * 1 - targets).square().sum()
+        history[1] = loss
+        targets.copy_(weight * 5)
+    assert met == [2.0]
+    assert history.tolist() == [0.0, 2.0, 0.0] and targets.tolist() == [5.0, 5.0]
 
 
 # Parameters that are cut by hand.
