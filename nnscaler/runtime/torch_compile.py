@@ -22,13 +22,12 @@ Function = Callable[..., Any]
 T = TypeVar("T")
 
 _NO_PROGRAMS = (*OURS, beside(torch.__file__))
-# Of several ranks. What they hold in common must stay equal bit for bit, and kernels that each rank chooses by its own
-# timings sum in orders of their own: none is chosen so. Graphs with effects in an order are kept for the next process:
-# inductor looks for them by all that their nodes are given, and torch only does not say that of this one.
-_SEVERAL: dict[str, Any] = {
-    "deterministic": True,
-    "unsafe_marked_cacheable_functions": {"torch.ops.higher_order.with_effects": "1"},
-}
+# Graphs with effects in an order are kept for the next process: inductor looks for them by all that their nodes are
+# given, and torch only does not say that of this one.
+_ALWAYS: dict[str, Any] = {"unsafe_marked_cacheable_functions": {"torch.ops.higher_order.with_effects": "1"}}
+# What several ranks hold in common must stay equal bit for bit, and kernels that each rank chooses by its own timings
+# sum in orders of their own: none is chosen so.
+_SEVERAL = {**_ALWAYS, "deterministic": True}
 
 
 class GraphNumbers(Generic[T]):
@@ -105,4 +104,4 @@ def compiled(forward: Function, constant: Iterable[Function], several: bool) -> 
         _call_with["apart"] = torch.compiler.disable(_call)
     for function in (place_in_graph, *constant):
         torch.compiler.assume_constant_result(function)
-    return torch.compile(forward, dynamic=False, options=_SEVERAL if several else None)
+    return torch.compile(forward, dynamic=False, options=_SEVERAL if several else _ALWAYS)
