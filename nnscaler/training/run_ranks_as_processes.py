@@ -30,7 +30,7 @@ _START = (
     "sys.exit(run_process())"
 )
 _POLL = 0.05  # seconds between two looks at the ranks
-_CAUSE = 1.0  # seconds for the rank to end whose end is the cause, where another one is heard of first
+_CAUSE = 4.0  # seconds for the rank to end whose end is the cause, where another one is heard of first
 _LEFT = 20.0  # seconds for the rank to end that left others, who say so first: it may take down much
 LOST = 121  # that of a rank which another one left: that one is the cause
 _GRACE = 3.0  # seconds from SIGTERM to SIGKILL
