@@ -208,7 +208,13 @@ def test_hooks_are_hand_written() -> None:
             y.grad_fn.register_prehook(lambda g: (g[0] * 3,))  # type: ignore[union-attr]
         return y * 2
 
-    for function in (operator, on_node):
+    def by_an_edge(x: Tensor) -> Tensor:  # torch's own file asks for the node
+        y = x.sin()
+        if y.requires_grad:
+            torch.autograd.graph.get_gradient_edge(y).node.register_prehook(lambda g: (g[0] * 3,))
+        return y * 2
+
+    for function in (operator, on_node, by_an_edge):
         assert "3 times" in str(finding(function, normal(4, 3)).cause)
 
     def harmless(x: Tensor) -> Tensor:
