@@ -139,7 +139,7 @@ def _resize(name: str, given: bool) -> Callable[..., Tensor]:
 
 
 def _in_python(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Products: torch's own decomposition of `matmul`, in Python. The kernel of torch 2.11 asks for sizes as numbers."""
+    """Products: torch's own decomposition of `matmul`. Its kernel in torch 2.11 asks for sizes as numbers."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with enable_python_dispatcher():

@@ -116,8 +116,10 @@ _GRAD_FN = inspect.getattr_static(Tensor, "grad_fn").__get__
 
 
 class _Hooks(TorchFunctionMode):
-    """Sees tensors being given hooks. Whoever asks for `grad_fn` is taken to hook the node, but for torch's checkpoints
-    (2.11), which ask whether there is one. Other files of torch ask in order to hook it with a function of the user's."""
+    """Sees tensors being given hooks. Whoever asks for `grad_fn` is taken to hook the node.
+
+    Checkpoints of torch 2.11 only ask whether there is one. Other files of torch hook it with a function of the user's.
+    """
 
     def __init__(self) -> None:
         super().__init__()
