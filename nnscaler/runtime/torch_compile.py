@@ -105,4 +105,18 @@ def compiled(forward: Function, constant: Iterable[Function], several: bool) -> 
         _call_with["apart"] = torch.compiler.disable(_call)
     for function in (place_in_graph, *constant):
         torch.compiler.assume_constant_result(function)
+    if several and torch.__version__ < "2.12":
+        _keep_sizes_static()
     return torch.compile(forward, dynamic=False, options=_SEVERAL if several else None)
+
+
+def _keep_sizes_static() -> None:
+    """Make what `dynamic=False` says a setting of the process.
+
+    torch 2.11 sets it for all threads where a call begins, and takes it back where that call ends: other simulated
+    ranks, which are threads, would go on with sizes and graph numbers that are symbols.
+    """
+    import torch._dynamo.config
+
+    settings: Any = torch._dynamo.config
+    settings.automatic_dynamic_shapes = False
