@@ -107,6 +107,8 @@ def compiled(forward: Function, constant: Iterable[Function], several: bool) -> 
         torch.compiler.assume_constant_result(function)
     if several and torch.__version__ < "2.12":
         _keep_sizes_static()
+    if torch.__version__ < "2.13":
+        _correct_fake_attention()
     return torch.compile(forward, dynamic=False, options=_SEVERAL if several else None)
 
 
@@ -120,3 +122,22 @@ def _keep_sizes_static() -> None:
 
     settings: Any = torch._dynamo.config
     settings.automatic_dynamic_shapes = False
+
+
+def _correct_fake_attention() -> None:
+    """Let graphs know that attention of float64 on CPUs keeps float64 sums for backward.
+
+    The fake kernel of torch before 2.13 says float32, and the backward that is compiled by it raises.
+    """
+    import torch._meta_registrations
+    from torch._subclasses import fake_impls
+
+    plain = torch._meta_registrations.meta__scaled_dot_product_flash_attention_for_cpu
+
+    def attention(mode: Any, _operator: Any, query: torch.Tensor, *rest: Any, **named: Any) -> Any:
+        with mode:
+            output, sums = plain(query, *rest, **named)
+            return output, sums.double() if query.dtype == torch.float64 else sums
+
+    overload = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    fake_impls.op_implementations_dict[overload] = attention

@@ -338,3 +338,15 @@ def test_a_rank_that_is_done_leaves_the_settings_of_others_alone() -> None:
     first_is_out.set()
     late.join()
     assert found == [False]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.long)], ids=str)
+def test_attention_has_its_gradients(dtype: torch.dtype) -> None:
+    """With what it keeps for backward in the dtype that its kernel gives it."""
+
+    def attention(x: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True).square().sum()
+
+    x = torch.randn(2, 2, 8, 4, dtype=dtype, requires_grad=True)
+    found, expected = (torch.autograd.grad(f(x), x)[0] for f in (compiled(attention, (), several=False), attention))
+    torch.testing.assert_close(found, expected)
