@@ -191,6 +191,19 @@ def overload_of(operator: str) -> torch._ops.OpOverload | None:
     return found if isinstance(found, torch._ops.OpOverload) else None
 
 
+@lru_cache(maxsize=8192)
+def is_one_operator(packet: str) -> bool:
+    """Return whether `aten.linear` can mean nothing but `aten.linear.default`. Overloads that write into `out` do not
+    count, nor those (before torch 2.13) for tensors whose dims have names, which are not to be had here."""
+    import torch
+
+    namespace, _, name = packet.partition(".")
+    found = getattr(getattr(torch.ops, namespace), name, None)
+    if not isinstance(found, torch._ops.OpOverloadPacket):
+        return False
+    return [o for o in found.overloads() if not o.endswith("out") and "name" not in o.lower()] == ["default"]
+
+
 def schema_of(operator: str) -> torch.FunctionSchema | None:
     """Return the schema of an operator of torch; None when there is none."""
     overload = overload_of(operator)

@@ -12,11 +12,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch._library.custom_ops import OPDEFS
 
 from op_registry.call import AxisArgument, Call, DType, TensorArgument
-from op_registry.infer_torch_schema import is_factory, schema_of
+from op_registry.infer_torch_schema import is_factory, is_one_operator, schema_of
 from op_registry.rank_expression import Coefficient, Expression
 from op_registry.registry import default_registry
 
@@ -159,9 +158,7 @@ def function_text(operator: str) -> str:
         return f"ops.{rest}"
     if namespace == "aten" and rest:
         name, _, overload = rest.partition(".")
-        packet = getattr(torch.ops.aten, name)
-        alone = [o for o in packet.overloads() if not o.endswith("out")] == ["default"]
-        return f"aten.{name}" if overload == "default" and alone else f"aten.{name}.{overload}"
+        return f"aten.{name}" if overload == "default" and is_one_operator(f"aten.{name}") else operator
     return f"user.{user_name(operator)}"
 
 

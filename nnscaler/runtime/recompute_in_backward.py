@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.autocast_mode import is_autocast_available
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
@@ -67,7 +68,7 @@ class _Region:
         self._autocast = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
             for kind in kinds
-            if torch.amp.is_autocast_available(kind)
+            if is_autocast_available(kind)
         ]
 
     def pack(self, value: Tensor) -> int:

@@ -1,8 +1,10 @@
-"""Start torch's autograd engine while this is safe: before tensors are faked, and right after a fork."""
+"""Start parts of torch while this is safe: autograd before tensors are faked and right after a fork, and fake tensors
+before threads."""
 
 from __future__ import annotations
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 def start_autograd() -> None:
@@ -17,3 +19,15 @@ def start_autograd() -> None:
     """
     with torch.inference_mode(False), torch.enable_grad():
         torch.ones((), device="cpu", requires_grad=True).exp().backward()
+
+
+def fake_before_threads() -> None:
+    """Enter a FakeTensorMode in this thread, which is to live as long as threads that do so after it.
+
+    A build of torch 2.11 for GPUs, where there is none, keeps what stands for them in the memory of the first thread
+    that fakes tensors, and still uses it when that thread has ended: the process dies of it.
+    """
+    if torch.__version__ < "2.12":
+        start_autograd()
+        with FakeTensorMode():
+            pass

@@ -104,4 +104,39 @@ def compiled(forward: Function, constant: Iterable[Function], several: bool) -> 
         _call_with["apart"] = torch.compiler.disable(_call)
     for function in (place_in_graph, *constant):
         torch.compiler.assume_constant_result(function)
+    if several and torch.__version__ < "2.12":
+        _keep_sizes_static()
+    if torch.__version__ < "2.13":
+        _correct_fake_attention()
     return torch.compile(forward, dynamic=False, options=_SEVERAL if several else _ALWAYS)
+
+
+def _keep_sizes_static() -> None:
+    """Make what `dynamic=False` says a setting of the process.
+
+    torch 2.11 sets it for all threads where a call begins, and takes it back where that call ends: other simulated
+    ranks, which are threads, would go on with sizes and graph numbers that are symbols.
+    """
+    import torch._dynamo.config
+
+    settings: Any = torch._dynamo.config
+    settings.automatic_dynamic_shapes = False
+
+
+def _correct_fake_attention() -> None:
+    """Let graphs know that attention of float64 on CPUs keeps float64 sums for backward.
+
+    The fake kernel of torch before 2.13 says float32, and the backward that is compiled by it raises.
+    """
+    import torch._meta_registrations
+    from torch._subclasses import fake_impls
+
+    plain = torch._meta_registrations.meta__scaled_dot_product_flash_attention_for_cpu
+
+    def attention(mode: Any, _operator: Any, query: torch.Tensor, *rest: Any, **named: Any) -> Any:
+        with mode:
+            output, sums = plain(query, *rest, **named)
+            return output, sums.double() if query.dtype == torch.float64 else sums
+
+    overload = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    fake_impls.op_implementations_dict[overload] = attention

@@ -28,6 +28,7 @@ from nnscaler.runtime.communication.communicator import (
 )
 from nnscaler.runtime.communication.simulated_async import Flights
 from nnscaler.runtime.communication.torch_communicator_base import reduce_in_order
+from nnscaler.runtime.start_autograd import fake_before_threads
 
 T = TypeVar("T")
 Contribution = Sequence[Tensor]
@@ -53,6 +54,7 @@ class Simulator:
         for a deadlock, for ranks that disagree on a collective, or for a message that nobody received. After an
         exception the simulator starts afresh.
         """
+        fake_before_threads()
         exchange = self._exchange
         exchange.reset()
         results: dict[int, T] = {}

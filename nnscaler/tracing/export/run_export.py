@@ -152,6 +152,11 @@ _HELP_LABELS = (
     "the model looks at the values of its labels. Compute the loss outside of it: --loss-fn file.py::loss (in Python "
     "loss_fn=loss), a function loss(outputs, batch); the model is then not given the batch's `labels`"
 )
+_COUNTS = re.compile(r"expression (Eq|Ne)\(u\d+, u\d+\)")
+_HELP_COUNTS = (
+    "the numbers of rows that two masks select are compared, and torch.export does not know that they are equal. Where "
+    "the masks are one mask, compute it once and select by it twice: `keep = y != 1`, `h[keep]`, `y[keep]`"
+)
 _HELP_AUTOCAST = (
     "open the region inside of forward, on the device of its tensors: "
     "with torch.autocast(x.device.type, torch.bfloat16): ..."
@@ -231,13 +236,20 @@ def _export_some_way(
         raise NnscalerError("trace_failed", _PAST_AUTOGRAD, _line_past_autograd(module.model), _HELP_PAST) from None
     if not isinstance(first, _DATA_DEPENDENT):
         raise _trace_failed(first, _HELP_OTHER) from None
-    help_text = _HELP_LABELS if _LABEL.search(_line(first)) else _HELP_DATA
+    help_text = _help_for_data(first)
     if _READS_NUMBER in str(first):  # a draft would keep the number that this batch gives for all steps
         raise _trace_failed(first, help_text) from None
     if not specialise:
         raise _trace_failed(first, f"{help_text}{_OR_SPECIALISE}") from None
     module.around = eager
     return _draft(module, tensors, first, help_text), (f"{_place(first)}: {_BRANCH}",)
+
+
+def _help_for_data(error: BaseException) -> str:
+    """Return the way out for a model that looks at the values of its data."""
+    if _COUNTS.search(str(error)):
+        return _HELP_COUNTS
+    return _HELP_LABELS if _LABEL.search(_line(error)) else _HELP_DATA
 
 
 def _attempt(module: LossModule, tensors: tuple[Tensor, ...]) -> ExportedProgram | Exception:

@@ -18,8 +18,8 @@ from threading import Lock, Thread, current_thread, main_thread
 from types import CellType, GeneratorType
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
@@ -113,7 +113,7 @@ def _install() -> None:
     _look_first(clip_grad.clip_grad_norm_, "parameters", _clipped)
     _look_first(clip_grad._get_total_norm, "tensors", _measured)
     register_optimizer_step_pre_hook(_before_step)
-    _look_before(torch.amp.GradScaler, "_unscale_grads_", _unscaled)
+    _look_before(GradScaler, "_unscale_grads_", _unscaled)
     _look_before(AveragedModel, "update_parameters", _averaged)
     _look_before(DistributedDataParallel, "__init__", _made_equal)
 

@@ -6,6 +6,7 @@ import re
 from functools import partial
 from math import prod
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from nnscaler.runtime.communication.communicator import CommunicationCall, Commu
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.joint_graphs.gather_again_in_backward import gather_again
 from nnscaler.runtime.program.import_role_and_user_files import load_role
+from nnscaler.runtime.torch_compile import apart, compiled
 from nnscaler.runtime.training import build_stages
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.executor_settings import ExecutorSettings
@@ -300,3 +302,40 @@ def test_a_region_may_have_random_numbers_inside(region: str, plan: str, schedul
     for (losses, gradients, _), (known_losses, known, _) in zip(found, plain, strict=True):
         assert losses == known_losses and gradients.keys() == known.keys()
         assert all(torch.equal(gradient, known[name]) for name, gradient in gradients.items())
+
+
+def test_a_rank_that_is_done_leaves_the_settings_of_others_alone() -> None:
+    """Simulated ranks are threads, and compile at once."""
+    first_is_in, second_is_in, first_is_out, found = Event(), Event(), Event(), list[bool]()
+
+    def first() -> None:
+        first_is_in.set()
+        assert second_is_in.wait(60)
+
+    def second() -> None:
+        second_is_in.set()
+        assert first_is_out.wait(60)
+        found.append(torch._dynamo.config.automatic_dynamic_shapes)  # type: ignore[attr-defined]
+
+    ranks = [compiled(partial(apart, what), (), several=True) for what in (first, second)]
+    other = Thread(target=ranks[0])
+    other.start()
+    assert first_is_in.wait(60)
+    late = Thread(target=ranks[1])
+    late.start()
+    other.join()
+    first_is_out.set()
+    late.join()
+    assert found == [False]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.long)], ids=str)
+def test_attention_has_its_gradients(dtype: torch.dtype) -> None:
+    """With what it keeps for backward in the dtype that its kernel gives it."""
+
+    def attention(x: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True).square().sum()
+
+    x = torch.randn(2, 2, 8, 4, dtype=dtype, requires_grad=True)
+    found, expected = (torch.autograd.grad(f(x), x)[0] for f in (compiled(attention, (), several=False), attention))
+    torch.testing.assert_close(found, expected)

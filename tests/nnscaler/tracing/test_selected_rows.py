@@ -67,6 +67,10 @@ LOSSES: dict[str, Loss] = {
 }
 
 
+# What computes its mask twice: torch 2.11 does not know that the rows are as many, as later releases do.
+TWICE = ("labels", "layers") if torch.__version__ < "2.12" else ()
+
+
 class Selects(nn.Module):
     def __init__(self, loss: Loss) -> None:
         super().__init__()
@@ -84,8 +88,16 @@ def batch(seed: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_graph_is_right_for_other_masks(name: str) -> None:
+    if name in TWICE:
+        with pytest.raises(NnscalerError, match=r"(?s)Ne\(u0, u1\).*help: .* compute it once and select by it twice"):
+            trace(Selects(LOSSES[name]), batch(0))
+    else:
+        assert_right_for_other_masks(LOSSES[name])
+
+
+def assert_right_for_other_masks(loss: Loss) -> None:
     torch.manual_seed(0)
-    model = Selects(LOSSES[name])
+    model = Selects(loss)
     traced = trace(model, batch(0))  # with its self-check
     assert batch(0)["m"].sum() != batch(1)["m"].sum()
     expected = model(**batch(1))

@@ -84,12 +84,17 @@ def differentiable(t: torch.Tensor | None) -> bool:
     return t is not None and (t.is_floating_point() or t.is_complex())
 
 
+def has_derivative(t: torch.Tensor) -> bool:
+    """False for a result of an operator that torch cannot differentiate, and says so in backward."""
+    return t.grad_fn is None or not t.grad_fn.name().endswith("NotImplemented")
+
+
 def gradients(
     outputs: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor | None]:
     """Every input's gradient; zeros where no output depends on it, None where it has none."""
     pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o is not None and c is not None]
-    pairs = [(o, c) for o, c in pairs if o.requires_grad]
+    pairs = [(o, c) for o, c in pairs if o.requires_grad and has_derivative(o)]
     leaves = [t for t in inputs if t.requires_grad]
     found: Sequence[torch.Tensor | None] = [None] * len(leaves)
     if pairs and leaves:

@@ -194,8 +194,17 @@ TYPES = {
 }
 
 
+# DTensor of torch 2.11 cannot save what is cut in strides within a dim, and says so.
+UNSAVED = ("mixtral", "deepseek_v3", "glm4_moe") if torch.__version__ < "2.12" else ()
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", TYPES)
 def test_models_of_the_library_are_saved_without_false_alarm(name: str) -> None:
     report = verify_program(transformers_program(f"hf:{name}", TYPES[name]), HOW)
-    assert report.verdict.passes, [f.message for f in report.findings]
+    if name in UNSAVED:
+        assert report.verdict is Verdict.INCONCLUSIVE
+        assert {f.code for f in report.findings} == {"checkpoint_not_tried"}, report.findings
+        assert all("_StridedShard" in f.message for f in report.findings)
+    else:
+        assert report.verdict.passes, [f.message for f in report.findings]

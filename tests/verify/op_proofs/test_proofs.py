@@ -147,3 +147,27 @@ def test_the_operators_that_are_kept_whole_are_torchs() -> None:
         undecomposed_operators.overload("group_norm_backward")(floats(2, 6, 5), *arguments), expected, strict=True
     ):
         assert torch.allclose(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        *([(4,), (4,)], [(3, 4), (4,)], [(4,), (4, 5)], [(3, 4), (4, 5)], [(2, 3, 4), (4, 5)], [(2, 3, 4), (4,)]),
+        *([(3, 4), (2, 4, 5)], [(2, 1, 3, 4), (6, 4, 5)], [(4,), (2, 4, 5)], [(2, 3, 4), (5, 4), (5,)]),
+    ],
+    ids=str,
+)
+def test_products_are_torchs(shapes: list[tuple[int, ...]]) -> None:
+    """The decomposition that is traced in place of their kernel. Three tensors: `linear`, with a bias."""
+    operator = torch.matmul if len(shapes) == 2 else torch.nn.functional.linear
+    leaves = [floats(*shape).requires_grad_() for shape in shapes]
+    expected = operator(*leaves)
+    with undecomposed_operators.KeepWhole():
+        found = operator(*leaves)
+    gradient = torch.ones_like(expected)
+    for a, b in zip(
+        (found, *torch.autograd.grad(found, leaves, gradient)),
+        (expected, *torch.autograd.grad(expected, leaves, gradient)),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)

@@ -43,7 +43,8 @@ OPEN = {
     "aten.index.Tensor": (_SIZES,),
     "aten.index_put.default": (_SIZES, _VALUES),
     "aten.index_copy.default": (_VALUES,),
-    "aten.index_fill.int_Tensor": (_SIZES,),
+    # From torch 2.13 on its backward counts what is filled several times.
+    "aten.index_fill.int_Tensor": (_UNKNOWN,) if torch.__version__ < "2.13" else (_SIZES,),
     "aten.masked_scatter.default": (_UNKNOWN,),
     "aten.scatter.src": (_VALUES,),
     "aten.scatter.reduce": (_UNKNOWN,),

@@ -175,3 +175,18 @@ def test_a_slow_machine_proves_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = spec_of("aten.embedding.default")
     concrete = call_of("aten.embedding.default", floats(24, 18), torch.randint(0, 24, (6, 12)))
     assert prove_bounded(spec, bound(spec, concrete), concrete, ["v"])["v"].proved
+
+
+SCATTERED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "a row": lambda x, s: torch.select_scatter(x, s.flip(0), 1, 4),
+    "rows": lambda x, s: torch.slice_scatter(x, s.flip(0).unsqueeze(1), 1, 4, 5),
+}
+
+
+@pytest.mark.parametrize("function", SCATTERED.values(), ids=SCATTERED)
+def test_sizes_at_which_torch_does_not_run_it_prove_nothing(function: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """With three rows there is no fourth one, and nothing would come of what is in the wrong order."""
+    x, s = torch.arange(144).view(6, 12, 2), torch.arange(12).view(6, 2)
+    proof = prove_function(function, "a b^ c, a c -> a b^ c", "a", x, s)
+    assert not proof.proved and proof.counter_example is not None
+    assert prove_function(lambda x, s: function(x, s.flip(0)), "a b^ c, a c -> a b^ c", "a", x, s).proved

@@ -15,7 +15,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn.functional import group_norm, scaled_dot_product_attention
+from torch._dispatch.python import enable_python_dispatcher
+from torch.nn.functional import group_norm, linear, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from verify.evidence.operator_trace import arguments_of
@@ -137,6 +138,20 @@ def _resize(name: str, given: bool) -> Callable[..., Tensor]:
     return resize
 
 
+def _in_python(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Products: torch's own decomposition of `matmul`. Its kernel in torch 2.11 asks for sizes as numbers."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with enable_python_dispatcher():
+            return function(*args, **kwargs)
+
+    return run
+
+
+_ATEN = torch.ops.aten
+_PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, linear, _ATEN.matmul.default, _ATEN.linear.default)
+
+
 class KeepWhole(TorchFunctionMode):
     """Runs the operators of this file in place of torch's."""
 
@@ -148,6 +163,7 @@ class KeepWhole(TorchFunctionMode):
             group_norm: _whole_group_norm,
             torch.group_norm: _whole_group_norm,
             torch.ops.aten.group_norm.default: _whole_group_norm,
+            **{product: _in_python(product) for product in _PRODUCTS},
             **{getattr(torch.ops.aten, name).vec: _resize(name, False) for name in NEAREST},
             **{getattr(torch.ops.aten, name).vec: _resize(name, True) for name in INTERPOLATED},
         }

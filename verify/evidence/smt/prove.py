@@ -13,7 +13,10 @@ kinks (ties of a maximum) nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
+
+import torch
 
 from op_registry.bind_and_localise_call import bind_call, linear_sets
 from op_registry.call import Call, TensorArgument
@@ -23,7 +26,7 @@ from nnscaler.exception_in_one_line import first_line, in_one_line
 from nnscaler.ir.derive_operand_layouts import explain_illegal_choice
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.operation_placement import Choice, RunPartial, Split
-from verify.evidence.inputs.concrete_call import ConcreteCall
+from verify.evidence.inputs.concrete_call import ConcreteCall, function_of, with_tensors
 from verify.evidence.smt.check_choice import BoundedResult, check
 from verify.evidence.smt.choice_equations import TracedCall, trace_whole
 from verify.evidence.smt.decide_equality import Limits
@@ -111,6 +114,9 @@ class _OperatorProver:
             except NoCall as error:
                 reason = reason or str(error)
                 continue
+            if proof.proved and not _runs(self.spec, traced):
+                reason = reason or "torch does not run it at small sizes"
+                continue
             if not proof.proved or not proof.constant:
                 return proof
             weak = weak or proof  # other sizes may show more
@@ -155,6 +161,17 @@ class _OperatorProver:
             raise Unsupported("at small sizes its annotation is another one")
         sets = tuple(frozenset(s) for s in linear_sets(self.spec, whole.call))
         return replace(whole, signature=Signature(whole.call, self.spec, bound, sets))
+
+
+def _runs(spec: OperatorSpec, traced: TracedCall) -> bool:
+    """Return whether torch's own kernels run the call, on zeros or on ones. Those for fake tensors let more pass."""
+    for number in (0, 1):
+        tensors = [torch.full(b.shape, number, dtype=getattr(torch, b.dtype)) for b in traced.blanks]
+        args, kwargs = with_tensors(traced.call, tensors, {})
+        with suppress(Exception), torch.no_grad():
+            function_of(traced.call.operator, spec)(*args, **kwargs)
+            return True
+    return False
 
 
 def _checked(traced: TracedCall, choice: Choice, parts: int, limits: Limits, work: ProofBudget) -> BoundedResult:

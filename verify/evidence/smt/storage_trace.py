@@ -32,10 +32,10 @@ from verify.evidence.smt.element_arithmetic import Unsupported
 # ATen operators that a trace follows into torch's core decompositions, so that they need no semantics here.
 # Each one is compared with torch's own kernel on random numbers by the tests of the semantics. What is not in this
 # list is not followed, whatever torch knows about it. Not in it are, of operators that have semantics here,
-# * those that read an index: kernels refuse a negative one, decompositions take it from the end; * means and norms
-# that multiply by `1.0 / n`, a rounded number (gradients of mse, huber and group norm; linspace); * those whose
-# steps Z3 does not relate in time (im2col, gradient of layer norm) or that use infinity (safe softmax), operators
-# that have no semantics (roll, eye, empty_like, col2im), or a division by zero (smooth_l1).
+# * those that read an index: kernels refuse one out of range, decompositions take it from the end or select nothing;
+# * means and norms that multiply by `1.0 / n`, a rounded number (gradients of mse, huber and group norm; linspace);
+# * those whose steps Z3 does not relate in time (im2col, gradient of layer norm) or that use infinity (safe softmax),
+# operators that have no semantics (roll, eye, empty_like, col2im), or a division by zero (smooth_l1).
 
 DECOMPOSED = frozenset(
     f"aten.{name}"
@@ -50,10 +50,10 @@ DECOMPOSED = frozenset(
         log_sigmoid_forward.default logit.default masked_fill.Scalar masked_fill.Tensor mse_loss.default
         mv.default new_empty.default new_full.default new_ones.default new_zeros.default ones.default
         ones_like.default pixel_shuffle.default pixel_unshuffle.default rsub.Scalar rsub.Tensor
-        select_backward.default select_scatter.default sgn.default sigmoid_backward.default silu.default
-        silu_backward.default slice_backward.default soft_margin_loss.default
-        soft_margin_loss_backward.default softplus.default stack.default sum.default tanh_backward.default
-        threshold_backward.default tril.default triu.default zero.default zeros.default zeros_like.default
+        select_backward.default sgn.default sigmoid_backward.default silu.default silu_backward.default
+        slice_backward.default soft_margin_loss.default soft_margin_loss_backward.default softplus.default
+        stack.default sum.default tanh_backward.default threshold_backward.default tril.default triu.default
+        zero.default zeros.default zeros_like.default
     """.split()
 )
 

@@ -260,14 +260,29 @@ def _slice_of(given: Given, x: Array) -> tuple[int | slice, ...]:
 
 
 def _slice_scatter(_al: Numbers, given: Given) -> Array:
-    result: Array = given["self"].copy()
-    result[_slice_of(given, result)] = given["src"]
+    return _with_part(given["self"], _slice_of(given, given["self"]), given["src"])
+
+
+def _with_part(x: Array, at: tuple[int | slice, ...], part: Array) -> Array:
+    """Return `x` with this part. Raises IndexError or ValueError where it does not fit, as torch does; numpy would
+    broadcast it."""
+    if x[at].shape != part.shape:
+        raise ValueError(f"a part of shape {x[at].shape} is given {part.shape}")
+    result: Array = x.copy()
+    result[at] = part
     return result
+
+
+def _select_scatter(_al: Numbers, given: Given) -> Array:
+    before = (slice(None),) * whole(given["dim"], given["self"].ndim)
+    return _with_part(given["self"], (*before, given["index"]), given["src"])
 
 
 def _with_diagonal(x: Array, given: Given, source: Array) -> Array:
     places = np.arange(x.size).reshape(x.shape)
     at = np.diagonal(places, given["offset"], given["dim1"], given["dim2"])
+    if at.shape != source.shape:
+        raise ValueError(f"a diagonal of shape {at.shape} is given {source.shape}")
     flat = x.reshape(-1).copy()
     flat[at.reshape(-1)] = source.reshape(-1)
     return flat.reshape(x.shape)
@@ -292,6 +307,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "aten.index.Tensor": _index,
         "aten.index_put.default": _index_put,
         "aten.slice_scatter.default": _slice_scatter,
+        "aten.select_scatter.default": _select_scatter,
         "aten.diagonal_scatter.default": _diagonal_scatter,
     }
 )

@@ -21,6 +21,7 @@ from nnscaler.runtime.communication.communicator import CommunicationCall
 from nnscaler.runtime.communication.simulator import await_exit
 from nnscaler.runtime.jobs.load_adjusted_clock import LEAST, FairClock
 from nnscaler.runtime.keep_freed_memory import kept_memory
+from nnscaler.runtime.start_autograd import fake_before_threads
 from verify.external.ranks.call_sites import place_of_call, place_of_error, place_of_thread, traceback_of
 from verify.external.ranks.collective_semantics import CollectiveShare
 from verify.external.ranks.globals_of_ranks import environment_of, load_state, save_state, with_own_caches
@@ -229,6 +230,7 @@ def run_simulated(
             _live_as_rank(turns, worlds, world, body, initialise)
 
         threads = [threading.Thread(target=work, args=(r,), name=f"rank {r}", daemon=True) for r in range(ranks)]
+        fake_before_threads()
         try:
             own = [with_own_caches(before) for _ in range(ranks)]
             turns.start([replace(s, variables=environment_of(rank, ranks)) for rank, s in enumerate(own)])

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from op_registry.call import DType, map_leaves
-from op_registry.infer_torch_schema import schema_of
+from op_registry.infer_torch_schema import is_one_operator, schema_of
 from op_registry.rank_expression import Expression
 from op_registry.registry import default_registry
 
@@ -92,15 +92,6 @@ class Parameter:
     by_name_only: bool = False
 
 
-@cache
-def _only_overload(packet: str) -> bool:
-    namespace, _, name = packet.partition(".")
-    found = getattr(getattr(torch.ops, namespace), name, None)
-    if not isinstance(found, torch._ops.OpOverloadPacket):
-        return False
-    return [o for o in found.overloads() if not o.endswith("out")] == ["default"]
-
-
 def operator_of(function: str, user: Mapping[str, str]) -> str | None:
     """Return the operator that the text calls as `function`; None if there is none.
 
@@ -115,7 +106,7 @@ def operator_of(function: str, user: Mapping[str, str]) -> str | None:
         return function
     if namespace != "aten":
         return None
-    return f"{function}.default" if _only_overload(function) else function
+    return f"{function}.default" if is_one_operator(function) else function
 
 
 def parameters_of(operator: str) -> tuple[Parameter, ...] | None:
@@ -218,7 +209,7 @@ def _with_overload(line: Assignment) -> str:
     overload depends on that.
     """
     namespace, _, name = line.function.partition(".")
-    if namespace != "aten" or "." in name or _only_overload(line.function):
+    if namespace != "aten" or "." in name or is_one_operator(line.function):
         return line.function
     try:
         overload = _resolved(name, line, torch.empty(0))
