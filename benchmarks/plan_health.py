@@ -37,7 +37,7 @@ from verify.external.reference import initial_model
 from verify.external.transformers.build_program import build, distributed_options, transformers_program
 from verify.external.transformers.check_parallel_degrees import PlanChanges, PlanSizes
 from verify.external.transformers.expand_requests import FlagVariant, flag_variants
-from verify.external.transformers.find_config import library, targets
+from verify.external.transformers.find_and_change_config import library, targets
 from verify.external.transformers.lint_and_repair_plan import WrongParameter, generic, plan_lints, plan_repairs
 from verify.external.transformers.repro_script import minimal_script
 from verify.external.verify import Outcome, verify_in

@@ -16,7 +16,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.model_file import load_model_file
 from nnscaler.plan_source import read_plan
 from verify import verify_external, verify_op, verify_plan
-from verify.gate.baseline import KnownFinding, read_baseline
+from verify.gate.accepted_findings_with_owners import KnownFinding, read_baseline
 from verify.gate.items import Item, check_names
 from verify.gate.outcome import KNOWN, GateOutcome, ItemResult, judge
 from verify.gate.run import Clock, complete, find_operators, preload, registered_later, run_items

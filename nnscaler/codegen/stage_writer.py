@@ -34,7 +34,7 @@ from nnscaler.communication.communicated_graph import (
 from nnscaler.ir.graph import Graph, Operation, Region
 from nnscaler.ir.operation_placement import Chunk, Stage
 from nnscaler.layout import MICRO, Invariant, Layout, Replicated
-from nnscaler.transform.hoist_out_of_micro_batches import SUFFIX
+from nnscaler.transform.hoist_whole_batch_values import SUFFIX
 
 # The comments that say where in the model one is: its layers, and its lines.
 

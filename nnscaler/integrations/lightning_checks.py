@@ -23,7 +23,7 @@ from nnscaler.integrations.lightning_steps import StepModule
 from nnscaler.tracing.sample_inputs import flatten_inputs, numbers_and_texts
 from nnscaler.training.engine import Engine
 from nnscaler.training.sample_order_and_loader import ReadAhead
-from nnscaler.training.splittable_optimizers import check_group, groups_checked
+from nnscaler.training.splittable_optimizers_and_groups import check_group, groups_checked
 
 # Callbacks that read or change the module's weights, or unfreeze them: class, what it does, what to do instead.
 _OF_THE_MODULE = (

@@ -69,7 +69,7 @@ from nnscaler.training.programs_by_batch_size import (
     whole_batch,
 )
 from nnscaler.training.sample_order_and_loader import Loader, SampleOrder, loader
-from nnscaler.training.splittable_optimizers import build_optimizer
+from nnscaler.training.splittable_optimizers_and_groups import build_optimizer
 from nnscaler.training.user_loop.refuse_torch_calls_on_shards import watch
 from nnscaler.training.user_loop.tell_unfollowed_module_changes import ModuleWatch
 

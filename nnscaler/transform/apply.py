@@ -15,7 +15,7 @@ from nnscaler.ir.operation_placement import Choice, PartitionedGraph, Placement,
 from nnscaler.layout import IN_STEP, MICRO, SLICE, Axis, DeviceMesh
 from nnscaler.transform.chunked_regions import ChunkedRegion, check_chunks, choose_pieces, regions_of
 from nnscaler.transform.complete_plan import choose, illegal
-from nnscaler.transform.hoist_out_of_micro_batches import hoist
+from nnscaler.transform.hoist_whole_batch_values import hoist
 from nnscaler.transform.plan import (
     SHARED,
     AssignStep,

@@ -18,7 +18,7 @@ from verify.evidence.inputs.concrete_call import make_call
 from verify.evidence.inputs.find_operator import find_operator, record_of
 from verify.evidence.oracle.size_checked_kernels import checked_kernels
 from verify.operators.suggest import infer_widest_annotation
-from verify.operators.suggest.call_template import Question, make_question
+from verify.operators.suggest.call_with_other_tensors_and_integers import Question, make_question
 from verify.operators.suggest.coupled_sizes import find_groups
 from verify.operators.suggest.infer_widest_annotation import infer_annotation, resize, suggest_annotation
 from verify.operators.suggest.layout_truth_table import Fact, truth_table

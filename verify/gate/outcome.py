@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from datetime import date
 from typing import Any, Literal
 
-from verify.gate.baseline import KnownFinding, entries_of, failing_checks, fingerprints, named
+from verify.gate.accepted_findings_with_owners import KnownFinding, entries_of, failing_checks, fingerprints, named
 from verify.gate.items import OpItem
 from verify.results.finding import Finding
 from verify.results.finding_codes import UNFINISHED

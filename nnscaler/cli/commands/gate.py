@@ -20,7 +20,7 @@ from nnscaler.pyproject_settings import seconds_of
 
 if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console
-    from verify.gate.baseline import KnownFinding
+    from verify.gate.accepted_findings_with_owners import KnownFinding
     from verify.gate.items import Item
     from verify.gate.outcome import GateOutcome, ItemResult
     from verify.gate.run import Clock
@@ -183,7 +183,7 @@ def _shown(value: object) -> str:
 
 def _entries(options: argparse.Namespace, settings: GateSettings) -> tuple[KnownFinding, ...]:
     """Read the known findings. Raises NnscalerError, `usage` among others, before anything runs."""
-    from verify.gate.baseline import read_baseline
+    from verify.gate.accepted_findings_with_owners import read_baseline
 
     file = settings.baseline
     if options.update_baseline:
@@ -298,7 +298,7 @@ def _register(results: Mapping[str, ItemResult]) -> bool:
 def _updated(
     options: argparse.Namespace, file: Path, results: Sequence[ItemResult], old: Sequence[KnownFinding], names: set[str]
 ) -> tuple[KnownFinding, ...]:
-    from verify.gate.baseline import read_baseline, write_baseline
+    from verify.gate.accepted_findings_with_owners import read_baseline, write_baseline
     from verify.gate.outcome import updated_entries
 
     console: Console = options.console

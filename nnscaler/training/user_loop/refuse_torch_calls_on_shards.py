@@ -32,7 +32,7 @@ from nnscaler.manifest import Manifest
 from nnscaler.runtime.stage_base_class import Parameter, Stage
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.saving.rank_tensors_as_boxes import StoredTensor
-from nnscaler.training.splittable_optimizers import check_group, groups_checked
+from nnscaler.training.splittable_optimizers_and_groups import check_group, groups_checked
 from nnscaler.training.user_loop.tell_uses_of_stale_module import version_of
 
 _USE_ENGINE = "engine.clip_grad_norm_(max_norm) has the norm of the whole model; inf for the norm alone"

@@ -25,7 +25,7 @@ from nnscaler.runtime.training.saving.rank_tensors_as_boxes import StoredTensor
 from nnscaler.training.engine import Engine
 from nnscaler.training.functional_optimizer import make_update, optimizer_name, own_numbers, state_bytes, steps_beyond
 from nnscaler.training.program_on_rank import EngineSettings
-from nnscaler.training.splittable_optimizers import (
+from nnscaler.training.splittable_optimizers_and_groups import (
     check_update,
     parameter_groups,
     split_of,

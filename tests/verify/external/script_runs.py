@@ -16,7 +16,7 @@ from typing import IO
 
 from nnscaler.errors import NnscalerError
 from verify.external.ranks.processes.run_over_gloo import free_port
-from verify.external.transformers.find_config import library
+from verify.external.transformers.find_and_change_config import library
 from verify.external.transformers.repro_script import MOVED, WRONG
 
 _MOMENT = 3.0  # seconds that the other ranks have once one failed

@@ -10,7 +10,7 @@ from nnscaler.cli.main import main
 from nnscaler.errors import NnscalerError
 from verify.external.request import ExternalRequest
 from verify.external.transformers.expand_requests import expand, value_of
-from verify.external.transformers.find_config import targets
+from verify.external.transformers.find_and_change_config import targets
 from verify.external.verify_request import verify_external_request
 from verify.programs.loaded_model_and_plan import RunContext
 

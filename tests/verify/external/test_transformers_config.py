@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 
 from nnscaler.errors import NnscalerError
-from verify.external.transformers.find_config import configuration, fields_of, library, targets, with_settings
+from verify.external.transformers.find_and_change_config import (
+    configuration,
+    fields_of,
+    library,
+    targets,
+    with_settings,
+)
 
 
 def test_targets_declare_a_plan_and_can_be_made() -> None:

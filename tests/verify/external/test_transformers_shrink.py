@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from verify.external.transformers.find_config import configuration, fields_of
+from verify.external.transformers.find_and_change_config import configuration, fields_of
 from verify.external.transformers.shrink_config import Sizes, sections_of, shrink
 
 

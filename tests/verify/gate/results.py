@@ -6,7 +6,7 @@ from datetime import date
 
 from op_registry.source_location import SourceLocation
 
-from verify.gate.baseline import KnownFinding
+from verify.gate.accepted_findings_with_owners import KnownFinding
 from verify.gate.outcome import ItemResult
 from verify.results.finding import Finding
 from verify.results.report import Check, Report

@@ -9,7 +9,7 @@ from itertools import combinations
 import pytest
 
 from tests.verify.gate.results import LATER, TODAY, entry, finding, report, result
-from verify.gate.baseline import fingerprints
+from verify.gate.accepted_findings_with_owners import fingerprints
 from verify.gate.outcome import KNOWN, GateOutcome, ItemResult, judge, updated_entries, worst_code
 from verify.programs.checks.input_and_outcome import outcome_of
 from verify.results.finding_codes import UNFINISHED

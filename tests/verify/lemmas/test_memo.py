@@ -23,7 +23,7 @@ from tests.verify.lemmas.planted import SECONDS, called, floats, stated, users
 from verify.operators.run.cache import Cache
 from verify.programs.lemmas import LemmaResult, Memo, check_claims, prove_obligations
 from verify.programs.lemmas.check_claims import Evidence
-from verify.programs.lemmas.claims_of_obligations import Claim, Splits
+from verify.programs.lemmas.operator_claims_without_sizes import Claim, Splits
 from verify.programs.lemmas.small_call import represent
 from verify.programs.typing import Obligation
 from verify.results.verdict import Strength, Verdict

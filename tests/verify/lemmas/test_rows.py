@@ -15,7 +15,7 @@ from nnscaler.runtime.communication import differentiable_collectives as comm
 from nnscaler.runtime.communication.differentiable_collectives import AxisGroup
 from nnscaler.runtime.cut_tensors import piece_of
 from verify.programs.lemmas import check_rows
-from verify.programs.lemmas.conversion_lemmas import OF_SLICES, conversions, of_slices
+from verify.programs.lemmas.conversions_and_their_adjoints import OF_SLICES, conversions, of_slices
 from verify.results.verdict import Verdict
 
 EVERY = sorted({row.function for row in ROWS.values()})

@@ -21,7 +21,7 @@ from op_registry.spec import OperatorSpec, SchemaParameter
 
 from nnscaler.errors import NnscalerError
 from nnscaler.training.functional_optimizer import AGES, SIZES, Update, drawn, make_update, optimizer_name
-from nnscaler.training.splittable_optimizers import UpdateSplit, split_of
+from nnscaler.training.splittable_optimizers_and_groups import UpdateSplit, split_of
 
 
 def is_optimizer(value: Any) -> bool:

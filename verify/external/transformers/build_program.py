@@ -26,7 +26,7 @@ from verify.external.transformers.check_parallel_degrees import (
     check_sizes,
     other_sizes,
 )
-from verify.external.transformers.find_config import configuration, library, with_settings
+from verify.external.transformers.find_and_change_config import configuration, library, with_settings
 from verify.external.transformers.shrink_config import Sizes, shrink
 
 ROWS, LENGTH = 4, 16  # of a batch: sequences, and tokens of each

@@ -25,7 +25,7 @@ from verify.external.transformers.build_program import (
     transformers_program,
 )
 from verify.external.transformers.check_parallel_degrees import PlanChanges, PlanSizes
-from verify.external.transformers.find_config import fields_of, targets, with_settings
+from verify.external.transformers.find_and_change_config import fields_of, targets, with_settings
 from verify.external.transformers.repro_script import minimal_script
 
 # The flags of a configuration behind which a wrong rule can hide: those that add or remove parameters, and those of

@@ -11,7 +11,7 @@ from typing import Any
 
 from verify.external.transformers.build_program import NOISE, BuiltModel
 from verify.external.transformers.check_parallel_degrees import PlanSizes
-from verify.external.transformers.find_config import fields_of, library
+from verify.external.transformers.find_and_change_config import fields_of, library
 from verify.external.transformers.shrink_config import lacking
 
 WRONG = 1e-2  # relative error of a gradient in float32 from which the script calls it wrong; rounding gives 1e-6

@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from verify.external.transformers.find_config import fields_of, is_configuration
+from verify.external.transformers.find_and_change_config import fields_of, is_configuration
 
 MOST_LAYERS = 4  # kept of a model with many kinds of layers
 

@@ -19,7 +19,7 @@ from verify.evidence.oracle.enumerate_cases import Base, Enumerator, Unusable, b
 from verify.evidence.oracle.search_decision_boundaries import try_values
 from verify.evidence.verify_op_options import DRAWS, OpOptions
 from verify.operators.all_checks import Verification, verify_record
-from verify.operators.suggest.call_template import Question
+from verify.operators.suggest.call_with_other_tensors_and_integers import Question
 from verify.operators.suggest.find_linear_sets import derive_linear
 from verify.results.report import Check, Report
 from verify.results.verdict import TESTED, Verdict

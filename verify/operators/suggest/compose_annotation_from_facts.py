@@ -29,7 +29,7 @@ from op_registry.call import TensorArgument, instances_in
 from op_registry.spec import OperatorSpec
 
 from nnscaler.layout import Partial, Replicated, Sharded, State
-from verify.operators.suggest.call_template import Outputs, Question
+from verify.operators.suggest.call_with_other_tensors_and_integers import Outputs, Question
 from verify.operators.suggest.coupled_sizes import Group as Sizes
 from verify.operators.suggest.layout_truth_table import Fact
 

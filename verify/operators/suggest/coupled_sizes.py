@@ -15,7 +15,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from verify.operators.suggest.call_template import Number, Outputs, Question
+from verify.operators.suggest.call_with_other_tensors_and_integers import Number, Outputs, Question
 
 Element = tuple[int, int] | str  # a dim of a tensor (index, dim), or an argument: an integer, a list of them
 Group = frozenset[Element]

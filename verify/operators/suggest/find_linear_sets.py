@@ -23,7 +23,7 @@ from verify.evidence.inputs.draw_values import random_terms, refill
 from verify.evidence.oracle.run_whole_operator import as_leaves, draw_cotangent, gradients_of
 from verify.evidence.oracle.size_checked_kernels import checked_kernels
 from verify.evidence.verify_op_options import Kind
-from verify.operators.suggest.call_template import Outputs, Question
+from verify.operators.suggest.call_with_other_tensors_and_integers import Outputs, Question
 
 RANKS = 3
 EXACT = 1e-12  # of the largest term: float64 sums in another order, and nothing more

@@ -27,7 +27,7 @@ from verify.evidence.inputs.draw_calls import sample_calls
 from verify.evidence.oracle.size_checked_kernels import checked_kernels
 from verify.evidence.verify_op_options import OpOptions
 from verify.operators.suggest.ask_oracle import report_on, with_annotation
-from verify.operators.suggest.call_template import Number, Question, make_question
+from verify.operators.suggest.call_with_other_tensors_and_integers import Number, Question, make_question
 from verify.operators.suggest.compose_annotation_from_facts import Evidence, compose, consistent
 from verify.operators.suggest.coupled_sizes import Element, Group, find_groups, growth, size_of
 from verify.operators.suggest.layout_truth_table import Fact, truth_table

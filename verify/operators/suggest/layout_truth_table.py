@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nnscaler.layout import PARTIAL, REPLICATED, Partial, Replicated, Sharded, State
 from verify.evidence.operator_trace import Observer
-from verify.operators.suggest.call_template import Outputs, Question
+from verify.operators.suggest.call_with_other_tensors_and_integers import Outputs, Question
 from verify.operators.suggest.coupled_sizes import Element, Group, find_groups, size_of
 from verify.operators.suggest.sharded_run import States, Trial, close, divides, make_trial
 

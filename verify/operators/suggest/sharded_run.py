@@ -18,7 +18,7 @@ from nnscaler.runtime.cut_tensors import join_pieces, pieces_of
 from nnscaler.runtime.tensor_bits_and_differences import FLOAT64_BOUND, difference, is_finite, is_whole
 from verify.evidence.inputs.draw_values import random_terms, refill
 from verify.evidence.verify_op_options import Kind
-from verify.operators.suggest.call_template import Number, Outputs, Question
+from verify.operators.suggest.call_with_other_tensors_and_integers import Number, Outputs, Question
 
 States = tuple[State | None, ...]
 DRAWS: tuple[Kind, ...] = ("normal", "positive", "given")

@@ -27,7 +27,7 @@ from nnscaler.tracing.graph_builder import dtype_of, torch_operator
 from nnscaler.tracing.run_graph import run_graph
 from verify.evidence.inputs.concrete_call import ConcreteCall, function_of, make_call
 from verify.evidence.inputs.find_operator import record_of
-from verify.operators.suggest.call_template import Number, Question, make_question
+from verify.operators.suggest.call_with_other_tensors_and_integers import Number, Question, make_question
 from verify.operators.suggest.coupled_sizes import Group, find_groups, size_of
 
 # The operators of a graph that have no annotation: where they are called, and whether it matters.

@@ -22,7 +22,7 @@ from nnscaler.exception_in_one_line import first_line, in_one_line
 from nnscaler.is_user_file import is_installed
 from verify.evidence.inputs.concrete_call import function_of
 from verify.operators.suggest.ask_oracle import report_on, with_annotation
-from verify.operators.suggest.call_template import make_question
+from verify.operators.suggest.call_with_other_tensors_and_integers import make_question
 from verify.operators.suggest.infer_widest_annotation import Suggestion, infer_annotation
 from verify.operators.unannotated.find_unannotated_calls import Form, Missing, shown
 from verify.results.verdict import Verdict, merge

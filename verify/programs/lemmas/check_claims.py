@@ -30,7 +30,7 @@ from verify.evidence.oracle.search_decision_boundaries import ValueSearch, has_o
 from verify.evidence.prove_tested_claims import prove_base
 from verify.evidence.split_case import Inputs, SplitCase
 from verify.evidence.verify_op_options import DRAWS, Kind
-from verify.programs.lemmas.claims_of_obligations import Claim, Passes, RunsWhole, Splits, Together
+from verify.programs.lemmas.operator_claims_without_sizes import Claim, Passes, RunsWhole, Splits, Together
 from verify.programs.lemmas.small_call import FREE, Representative, represent
 from verify.programs.lemmas.stand_in_calls_and_tensors import Unrepresented
 from verify.results.finding import Finding

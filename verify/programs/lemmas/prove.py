@@ -27,7 +27,7 @@ from verify.evidence.operator_trace import quiet
 from verify.operators.audit.side_effects import ASKS_RANKS, audit
 from verify.programs.lemmas import check_claims
 from verify.programs.lemmas.check_claims import ClaimedCall, Evidence, test
-from verify.programs.lemmas.claims_of_obligations import Claim, RunsWhole, claims_of, is_users, strided
+from verify.programs.lemmas.operator_claims_without_sizes import Claim, RunsWhole, claims_of, is_users, strided
 from verify.programs.lemmas.result import Lemma, LemmaResult, Memo
 from verify.programs.lemmas.small_call import Representative, represent
 from verify.programs.lemmas.stand_in_calls_and_tensors import Unrepresented

@@ -18,7 +18,7 @@ from verify.operators.run.fingerprint import Opaque, fingerprint
 from verify.operators.run.job import Job
 from verify.programs.checks.input_and_outcome import CheckOutcome, outcome_of
 from verify.programs.lemmas.check_claims import ClaimedCall, Evidence
-from verify.programs.lemmas.claims_of_obligations import Claim
+from verify.programs.lemmas.operator_claims_without_sizes import Claim
 from verify.results.finding import Finding
 from verify.results.report import Check, Report, environment
 from verify.results.verdict import Verdict, merge

@@ -14,7 +14,7 @@ from itertools import product
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.operation_placement import Choice, Split
 from verify.programs.lemmas.check_claims import Evidence, test_choices
-from verify.programs.lemmas.claims_of_obligations import Claim, RunsWhole, claims_of
+from verify.programs.lemmas.operator_claims_without_sizes import Claim, RunsWhole, claims_of
 from verify.programs.lemmas.result import Lemma
 from verify.programs.lemmas.small_call import Representative, call_of_sizes
 from verify.programs.lemmas.stand_in_calls_and_tensors import Unrepresented

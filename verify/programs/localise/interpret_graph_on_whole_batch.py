@@ -22,7 +22,7 @@ from nnscaler.runtime.tensor_bits_and_differences import is_whole
 from nnscaler.runtime.training.autocast_on_any_device import AskedDtypes
 from nnscaler.tracing.float64_run import exact_tensor
 from nnscaler.tracing.run_graph import run_graph
-from nnscaler.transform.hoist_out_of_micro_batches import SUFFIX
+from nnscaler.transform.hoist_whole_batch_values import SUFFIX
 from verify.evidence.inputs.draw_values import random_terms
 
 # The pieces that ranks should hold of a logical tensor, where its layout leaves a choice drawn at random.

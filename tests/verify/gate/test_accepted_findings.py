@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from nnscaler.errors import NnscalerError
 from nnscaler.pyproject_settings import read_document
 from tests.verify.gate.results import LATER, entry
-from verify.gate.baseline import quoted, read_baseline, write_baseline
+from verify.gate.accepted_findings_with_owners import quoted, read_baseline, write_baseline
 from verify.results.finding_codes import CODES, UNFINISHED
 
 GOOD = """
