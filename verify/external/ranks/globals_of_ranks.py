@@ -96,6 +96,20 @@ def load_state(state: RankState) -> None:
             _fill(table, copy)
 
 
+def tensors_of_all(state: RankState) -> tuple[tuple[str, Tensor, int], ...]:
+    """Return the tensors that names and tables lead to, each with where it is and how often it was changed in place:
+    what is in them is no rank's own."""
+    places: list[tuple[str, Mapping[Any, Any]]] = []
+    for names in state.names:
+        owner = names.owner.__name__ if isinstance(names.owner, type) else str(names.owner.get("__name__"))
+        places.append((owner.rpartition(".")[2], names.bound))
+    for _, table in state.tables:
+        places.append(("a table", table if isinstance(table, dict) else dict(enumerate(table))))
+    found = ((f"{name} of {owner}", value) for owner, inside in places for name, value in inside.items())
+    tensors = ((place, value) for place, value in found if isinstance(value, Tensor) and not value.is_inference())
+    return tuple((place, tensor, tensor._version) for place, tensor in tensors)
+
+
 def with_own_caches(state: RankState) -> RankState:
     """Return the state for one rank, for which functools keeps the results of the user's functions anew: what they
     return, such as the number of a rank or its group, is that of the rank which has called them first."""
@@ -170,7 +184,8 @@ def _bind(owner: dict[str, Any] | type, bound: Mapping[str, Any]) -> None:
 
 def _table_of(value: Any) -> Any:
     """Return a table whose contents are a rank's own, or the attributes of an object of a class of the user's; None for
-    any other value. Modules and tensors are copied for each rank, and not changed behind the program's back."""
+    any other value. Modules are copied for each rank; a run in which shared tensors change is told (`tensors_of_all`).
+    """
     kind = type(value)
     if kind in _TABLES:
         return value

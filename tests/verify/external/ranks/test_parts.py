@@ -201,6 +201,21 @@ def test_tables_of_a_users_classes_and_objects_are_those_of_each_rank() -> None:
     assert not (_Groups.of or _Groups.seen or vars(_groups))
 
 
+_counted = torch.zeros(2)
+_sums = {"rows": torch.zeros(2)}
+
+
+@pytest.mark.parametrize(
+    ("tensor", "place"), [(_counted, "_counted of test_parts"), (_sums["rows"], "rows of a table")]
+)
+def test_a_run_in_which_threads_change_one_tensor_is_none(tensor: torch.Tensor, place: str) -> None:
+    """What a rank counts there, the others see without a reduction."""
+    with pytest.raises(RanksFailed, match=f"`{place}` is changed in place") as error:
+        run_ranks(lambda rank: float(tensor.add_(1).sum()), 2)
+    assert error.value.code == "rank_raises"
+    assert run_ranks(lambda rank: float(tensor.sum()) * 0, 2).results == (0, 0)
+
+
 @cache
 def _ranks_that_are_up() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1

@@ -23,7 +23,13 @@ from nnscaler.runtime.jobs.load_adjusted_clock import LEAST, FairClock
 from nnscaler.runtime.keep_freed_memory import kept_memory
 from verify.external.ranks.call_sites import place_of_call, place_of_error, place_of_thread, traceback_of
 from verify.external.ranks.collective_semantics import CollectiveShare
-from verify.external.ranks.globals_of_ranks import environment_of, load_state, save_state, with_own_caches
+from verify.external.ranks.globals_of_ranks import (
+    environment_of,
+    load_state,
+    save_state,
+    tensors_of_all,
+    with_own_caches,
+)
 from verify.external.ranks.process_group_base import RankGroup, Real
 from verify.external.ranks.run_result import RankRun, RanksFailed
 from verify.external.ranks.threads.exchange import MessageEnd, ThreadExchange
@@ -210,6 +216,7 @@ def run_simulated(
     results: dict[int, T] = {}
     unwaited: dict[int, int] = {}
     before = save_state()
+    shared = tensors_of_all(before)
 
     def create(options: Any) -> SimulatedGroup:
         members = tuple(options.global_ranks_in_group) or tuple(range(ranks))
@@ -245,6 +252,11 @@ def run_simulated(
     if turns.failure is not None:
         _stop(threads)
         raise turns.failure
+    changed = next((place for place, tensor, version in shared if tensor._version != version), None)
+    if changed is not None:  # one rank would see what another one has counted, as if they had added it up
+        raise RanksFailed(
+            "rank_raises", f"`{changed}` is changed in place, a tensor that the threads of all ranks share"
+        )
     lost = exchange.undelivered()
     if lost:
         raise RanksFailed("communication_mismatch", "\n".join(["messages were never received:", *lost]))
