@@ -138,7 +138,8 @@ class BatchConstants:
             if differs is not None:
                 has, had = (constants.get(differs, "nothing") for constants in (found, wanted))
                 message = f"the batch has {name}{differs} = {has}, and the program was compiled with {had}"
-                raise NnscalerError("batch_differs", message, help=SAME_ARGUMENTS if _TENSOR in (has, had) else _NUMBERS)
+                help = SAME_ARGUMENTS if _TENSOR in (has, had) else _NUMBERS
+                raise NnscalerError("batch_differs", message, help=help)
 
 
 SAME_ARGUMENTS = (

@@ -325,11 +325,8 @@ class Loader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no type
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the run is, as of the batch that was handed out last: the same on all parts."""
-        place, order = self._place, self.order
-        return {
-            **{name: getattr(place, name) for name in ("epoch", "samples", "stream", "at_end")},
-            "seed": order.seed, "shuffle": order.shuffle, "length": self._known,
-        }
+        place = {name: getattr(self._place, name) for name in ("epoch", "samples", "stream", "at_end")}
+        return {**place, "seed": self.order.seed, "shuffle": self.order.shuffle, "length": self._known}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go to where a run was. Raises NnscalerError `other_data` where the order there was another one, and some of

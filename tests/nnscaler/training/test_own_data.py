@@ -202,7 +202,11 @@ MASK = {"mask": torch.ones(8)}
 LATER: dict[str, tuple[Row, Row, str]] = {
     "tensor": ({}, MASK, "the batch has mask = a tensor, and the program was compiled with None"),
     "dtype": (MASK, {"mask": torch.ones(8, dtype=torch.bool)}, "input 'mask' is bool, and the model was compiled for"),
-    "wider": (MASK, {"mask": torch.ones(8).double()}, "input 'mask' is float64, and the model was compiled for float32"),
+    "wider": (
+        MASK,
+        {"mask": torch.ones(8).double()},
+        "input 'mask' is float64, and the model was compiled for float32",
+    ),
     "number": ({}, {"scale": 2.0}, "the batch has scale = 2.0, and the program was compiled with 1.0"),
     "default": ({"scale": 2.0}, {}, "the batch has scale = 1.0, and the program was compiled with 2.0"),
     "any": ({}, {"else": torch.ones(8)}, "the batch has else = a tensor, and the program was compiled with nothing"),

@@ -31,7 +31,7 @@ class BoundNames:
 
     owner   the module's `vars`, or the class
     bound   a copy of what was in it
-    tables  those that its names are bound to: dicts, lists, deques, sets, arrays, and the attributes of the user's objects
+    tables  those that its names are bound to: dicts, lists, deques, sets, arrays, and attributes of the user's objects
     """
 
     owner: dict[str, Any] | type

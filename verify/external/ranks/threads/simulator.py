@@ -7,7 +7,7 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
@@ -252,17 +252,22 @@ def run_simulated(
     if turns.failure is not None:
         _stop(threads)
         raise turns.failure
-    changed = next((place for place, tensor, version in shared if tensor._version != version), None)
-    if changed is not None:  # one rank would see what another one has counted, as if they had added it up
-        raise RanksFailed(
-            "rank_raises", f"`{changed}` is changed in place, a tensor that the threads of all ranks share"
-        )
+    _check_unchanged(shared)
     lost = exchange.undelivered()
     if lost:
         raise RanksFailed("communication_mismatch", "\n".join(["messages were never received:", *lost]))
     calls = tuple(tuple(calls) for calls in exchange.calls)
     forgotten = all_forgotten(exchange.begun)
     return RankRun(tuple(results[rank] for rank in range(ranks)), calls, sum(unwaited.values()), forgotten)
+
+
+def _check_unchanged(shared: Iterable[tuple[str, torch.Tensor, int]]) -> None:
+    """Raise RanksFailed where a shared tensor was changed in place: one rank would see what another one has counted
+    there, as if they had added it up."""
+    for place, tensor, version in shared:
+        if tensor._version != version:
+            told = f"`{place}` is changed in place, a tensor that the threads of all ranks share"
+            raise RanksFailed("rank_raises", told)
 
 
 def _live_as_rank(
