@@ -18,11 +18,10 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from nnscaler.errors import NnscalerError
-from nnscaler.global_random_generators import generators_kept
 from nnscaler.integrations.lightning_steps import StepModule
 from nnscaler.tracing.sample_inputs import flatten_inputs, numbers_and_texts
 from nnscaler.training.engine import Engine
-from nnscaler.training.sample_order_and_loader import ReadAhead
+from nnscaler.training.sample_order_and_loader import ReadAhead, reading_first
 from nnscaler.training.splittable_optimizers_and_groups import check_group, groups_checked
 
 # Callbacks that read or change the module's weights, or unfreeze them: class, what it does, what to do instead.
@@ -134,13 +133,14 @@ def read_first(source: Any) -> Any:
     for one in combined.flattened:
         if isinstance(one, DataLoader) and isinstance(one.dataset, IterableDataset) and not one.num_workers:
             vars(one)["dataset"] = ReadAhead(one.dataset)  # torch lets nobody set it
+    datasets = [getattr(one, "dataset", None) for one in combined.flattened]
 
     def again() -> Any:
         del source.dataloader
         return loaders
 
     source.dataloader = again
-    with generators_kept():
+    with reading_first(*datasets):
         batch, *_ = next(iter(combined), (None,))
     return batch
 

@@ -138,11 +138,18 @@ class BatchConstants:
             if differs is not None:
                 has, had = (constants.get(differs, "nothing") for constants in (found, wanted))
                 message = f"the batch has {name}{differs} = {has}, and the program was compiled with {had}"
-                help = "numbers and texts are constants of a program: make a tensor of what changes (the collate "
-                help += "function may), and leave out what forward does not read"
+                help = SAME_ARGUMENTS if _TENSOR in (has, had) else _NUMBERS
                 raise NnscalerError("batch_differs", message, help=help)
 
 
+SAME_ARGUMENTS = (
+    "a program takes the same tensors in every batch: give this one in all of them, the first too (a mask of ones, "
+    "say), or in none"
+)
+_NUMBERS = (
+    "numbers and texts are constants of a program: make a tensor of what changes (the collate function may), and leave "
+    "out what forward does not read"
+)
 _TENSOR, _NO_DEFAULT = "a tensor", inspect.Parameter.empty
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 

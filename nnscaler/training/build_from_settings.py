@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -23,7 +23,6 @@ from nnscaler.codegen.compiled_program import Program
 from nnscaler.compile import parallelize
 from nnscaler.errors import NnscalerError, SourceLocation
 from nnscaler.exception_in_one_line import in_one_line
-from nnscaler.global_random_generators import generators_kept
 from nnscaler.ir.mixed_precision_dtypes import Precision
 from nnscaler.ir.operation_annotations import signatures
 from nnscaler.manifest import Manifest
@@ -40,7 +39,7 @@ from nnscaler.training.functional_optimizer import state_bytes
 from nnscaler.training.pack_and_collate_samples import Collate
 from nnscaler.training.programs_by_batch_size import Vouch
 from nnscaler.training.read_settings import compile_request
-from nnscaler.training.sample_order_and_loader import Loader, ReadAhead, SampleOrder, loader
+from nnscaler.training.sample_order_and_loader import Loader, ReadAhead, SampleOrder, loader, reading_first
 from nnscaler.training.splittable_optimizers_and_groups import parameter_groups
 from nnscaler.training.train_settings import Code, HookSettings, OptimizerSettings, ScheduleSettings, TrainSettings
 from nnscaler.transform.plan import Plan
@@ -126,7 +125,7 @@ def first_batch(settings: TrainSettings, parts: Parts, model: nn.Module) -> dict
     with _reading(settings.data.source, parts.place):
         ahead = min(settings.data.workers, 1) if isinstance(dataset, IterableDataset) else 0  # what it reads is its own
         whole = loader(dataset, order, DataPart(0, 1), collate=parts.collate, packed=packed, workers=ahead)
-    with nullcontext() if isinstance(dataset, ReadAhead) else generators_kept():
+    with reading_first(dataset):
         batch = next(read_batches(whole, settings), None)
     if before is not None:
         dataset.load_state_dict(before)

@@ -373,7 +373,7 @@ class Engine:
     def _named(self, batch: Batch) -> dict[str, Tensor]:
         refuse_autocast_around("the engine", self.device.type)
         self._constants.check(batch)
-        return as_inputs(batch, self.manifest.inputs)
+        return as_inputs(batch, self.manifest.inputs, self.settings.dtype)
 
     def _compiled(self, size: SizeClass, batch: Mapping[str, Tensor]) -> Running:
         made = compile_size(self.program, size, batch, self.communicator, self.settings.vouch, self._watch)

@@ -25,10 +25,10 @@ from nnscaler.compile import for_batch
 from nnscaler.errors import NnscalerError
 from nnscaler.manifest import InputRecord, Manifest
 from nnscaler.runtime.communication.communicator import Communicator
-from nnscaler.runtime.training.autocast_on_any_device import dtype_named
+from nnscaler.runtime.training.autocast_on_any_device import dtype_named, in_precision
 from nnscaler.runtime.training.cut_batch import DataPart
 from nnscaler.tracing.models_with_added_loss import with_loss
-from nnscaler.tracing.sample_inputs import BatchConstants, named_tensors, signature_of
+from nnscaler.tracing.sample_inputs import SAME_ARGUMENTS, BatchConstants, named_tensors, signature_of
 from nnscaler.tracing.set_and_restore_modes import modes_of
 from nnscaler.training.check_replicas import row_checksum
 from nnscaler.training.user_loop.tell_unfollowed_module_changes import ModuleWatch
@@ -81,29 +81,31 @@ def constants_of(program: Program) -> BatchConstants:
     return BatchConstants(*origin.rebuild(program.inputs), signature_of(takes))
 
 
-def as_inputs(batch: Any, inputs: Sequence[InputRecord]) -> dict[str, Tensor]:
-    """Return the tensors of a batch by the names of a program's inputs.
+def as_inputs(batch: Any, inputs: Sequence[InputRecord], precision: str | None) -> dict[str, Tensor]:
+    """Return the tensors of a batch by the names of a program's inputs, as a run of this precision takes them.
 
     Raises NnscalerError("batch_differs") where there are others, or of another number of dims; or of another dtype, on
-    which the model's code may branch: floating ones are cast, or mixed as torch mixes them.
+    which the model's code may branch, and for which it may have casts that the program has no lines for. Floating
+    numbers are given the program's dtype where that can hold them all.
     """
     names = [entry.name for entry in inputs]
     named = named_tensors(batch, names)
     if named is None:
         given = sorted(batch) if isinstance(batch, Mapping) else f"{len(batch)} tensors"
-        raise NnscalerError("batch_differs", f"the batch has {given}, and the model takes {names}")
+        message = f"the batch has {given}, and the model takes {names}"
+        raise NnscalerError("batch_differs", message, help=SAME_ARGUMENTS)
     for entry in inputs:
         tensor = named[entry.name]
-        one, two = tensor.dtype, dtype_named(entry.dtype)
+        found, wanted = in_precision(tensor.dtype, precision), dtype_named(entry.dtype, precision)
         if tensor.dim() != len(entry.shape):
             message = f"input {entry.name!r} has {tensor.dim()} dims, and the model was compiled for {len(entry.shape)}"
             raise NnscalerError("batch_differs", message)
-        alike = (one.is_floating_point and two.is_floating_point) or (one.is_complex and two.is_complex) or one == two
-        if not alike:
-            message = (
-                f"input {entry.name!r} is {dtype_name(tensor.dtype)}, and the model was compiled for {entry.dtype}"
-            )
-            raise NnscalerError("batch_differs", message, help=f"let all batches have one: .to(torch.{entry.dtype})")
+        if found == wanted:
+            continue
+        if not found.is_floating_point or torch.promote_types(found, wanted) != wanted or wanted.is_complex:
+            told = f"input {entry.name!r} is {dtype_name(tensor.dtype)}, and the model was compiled for {entry.dtype}"
+            raise NnscalerError("batch_differs", told, help=f"let all batches have one: .to(torch.{entry.dtype})")
+        named[entry.name] = tensor.to(wanted)
     return named
 
 

@@ -11,9 +11,10 @@ import copy
 import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import chain, islice, pairwise, tee
+from functools import partial
+from itertools import chain, count, islice, pairwise, tee
 from typing import Any, cast
 from unittest.mock import patch
 from zlib import crc32
@@ -24,6 +25,7 @@ from torch.utils.data._utils import worker as worker_loop
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from nnscaler.errors import NnscalerError
+from nnscaler.global_random_generators import generators_kept
 from nnscaler.model_file import seed_generators
 from nnscaler.runtime.nested_values import leaves_of
 from nnscaler.runtime.tensor_bits_and_differences import bits_of
@@ -112,8 +114,7 @@ class _Samples:
         return len(self._dataset)
 
     def __getitems__(self, indices: list[int]) -> tuple[list[Any], bool]:
-        form = indices[0] < 0
-        wanted = [~index for index in indices] if form else indices
+        form, wanted = indices[0] < 0, [max(index, ~index) for index in indices]
         several = getattr(self._dataset, "__getitems__", None)
         return (several(wanted) if several else [self._dataset[index] for index in wanted]), form
 
@@ -137,8 +138,8 @@ class _Stream(IterableDataset[tuple[Any, int, Any, int | None]]):
             seed_generators(worker.seed - worker.id)
         with _as_only_worker():
             rows = self._started()
-        number, first = 0, None
-        while True:
+        first = None
+        for number in count():
             with _as_only_worker():
                 batch = list(islice(rows, self._order.batch_size))
                 state = self._state(rows)
@@ -151,7 +152,6 @@ class _Stream(IterableDataset[tuple[Any, int, Any, int | None]]):
                 found = (batch[mine.start : mine.stop] or batch[:1], not mine)
                 yield self._collate(found), len(batch), state, first
                 first = None
-            number += 1
 
     def _started(self) -> Iterator[Any]:
         """Return the samples from the place on."""
@@ -198,8 +198,8 @@ class ReadAhead(IterableDataset[Any]):
         rows: Iterator[Any] = iter(self._dataset)
         if self._begun > 1 or hasattr(rows, "state_dict"):
             self._begun = 2
-            return rows
-        rows, self._again = tee(rows)
+        else:
+            rows, self._again = tee(rows)
         return rows
 
     def __len__(self) -> int:
@@ -209,6 +209,16 @@ class ReadAhead(IterableDataset[Any]):
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        give = super().__setattr__ if name.startswith("_") else partial(setattr, self._dataset)
+        give(name, value)
+
+
+def reading_first(*datasets: Any) -> AbstractContextManager[None]:
+    """Return what the first batch is read inside of. What a stream drew for rows that it gives once it draws no more:
+    put back, generators would give the same numbers to the rows after them."""
+    return nullcontext() if any(isinstance(dataset, ReadAhead) for dataset in datasets) else generators_kept()
 
 
 @contextmanager
@@ -220,11 +230,9 @@ def _as_only_worker() -> Iterator[None]:
 
 def _checksum(samples: list[Any]) -> int:
     """Return a number that tells other samples from these."""
-    leaves = (
-        bits_of(leaf).cpu().numpy().tobytes() if isinstance(leaf, torch.Tensor) else repr(leaf).encode()
-        for _, leaf in leaves_of(samples)
-    )
-    return crc32(b"|".join(leaves))
+    leaves = (leaf for _, leaf in leaves_of(samples))
+    bits = (bits_of(x).cpu().numpy().tobytes() if isinstance(x, torch.Tensor) else repr(x).encode() for x in leaves)
+    return crc32(b"|".join(bits))
 
 
 class Loader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no types
@@ -254,11 +262,9 @@ class Loader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no type
                 stream = _Stream(dataset, order, part, collate, self._place)
                 super().__init__(stream, batch_size=None, collate_fn=_unchanged, **options)
             else:
-                batches = _Batches(order, part, self._known, self._place)
+                options = {**options, "batch_sampler": _Batches(order, part, self._known, self._place)}
                 samples = cast("torch.utils.data.Dataset[Any]", _Samples(dataset))
-                super().__init__(
-                    samples, batch_sampler=batches, collate_fn=Collated(collate, part.count > 1), **options
-                )
+                super().__init__(samples, collate_fn=Collated(collate, part.count > 1), **options)
 
     @property
     def epoch(self) -> int:
@@ -319,27 +325,18 @@ class Loader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no type
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the run is, as of the batch that was handed out last: the same on all parts."""
-        place = self._place
-        return {
-            "epoch": place.epoch,
-            "samples": place.samples,
-            "stream": place.stream,
-            "at_end": place.at_end,
-            "seed": self.order.seed,
-            "shuffle": self.order.shuffle,
-            "length": self._known,
-        }
+        place = {name: getattr(self._place, name) for name in ("epoch", "samples", "stream", "at_end")}
+        return {**place, "seed": self.order.seed, "shuffle": self.order.shuffle, "length": self._known}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go to where a run was. Raises NnscalerError `other_data` where the order there was another one, and some of
         the epoch is left."""
-        mine = self.state_dict()
+        mine, place = self.state_dict(), self._place
         between = not self._streams and (state_dict["samples"] == 0 or state_dict.get("at_end", False))
         for name, told in _OF_ORDER.items():
             if state_dict.get(name) != mine[name] and (name == "length" or not between):
                 message = f"the run was in data with {told} {state_dict.get(name)}, and this loader's is {mine[name]}"
                 raise NnscalerError("other_data", f"cannot go on in the middle of an epoch: {message}", help=_OTHER)
-        place = self._place
         place.epoch, place.samples, place.stream = (state_dict[name] for name in ("epoch", "samples", "stream"))
         place.at_end = state_dict.get("at_end", False)
 

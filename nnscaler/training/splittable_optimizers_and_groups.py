@@ -172,8 +172,9 @@ def _name_later_groups(optimizer: Optimizer, names: Mapping[int, str]) -> None:
     held = ref(optimizer)  # which is to be freed with its state, and not when cycles are looked for
 
     def add_param_group(group: dict[str, Any]) -> None:
-        given = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
-        if "param_names" not in group and all(id(one) in names for one in given):
+        given = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
+        given = given if isinstance(given, set) else list(given)  # torch refuses what has no order
+        if "param_names" not in group and isinstance(given, list) and all(id(one) in names for one in given):
             group = {**group, "params": given, "param_names": [names[id(one)] for one in given]}
         made = held()
         assert made is not None, "it is called"

@@ -9,8 +9,9 @@ import random
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -350,10 +351,30 @@ class Once(IterableDataset[float]):
         return self._rows
 
 
-def test_the_batch_that_is_compiled_for_is_trained_on() -> None:
-    source = _DataLoaderSource(DataLoader(Once(), batch_size=2), "train_dataloader")
-    source.instance.dataset._rows = (random.random() * 0 + row for row in source.instance.dataset._rows)
-    state = random.getstate()
-    assert read_first(source).tolist() == [1.0, 2.0] and random.getstate() == state
-    assert [batch.tolist() for batch in source.dataloader()] == [[1.0, 2.0], [3.0, 4.0], [5.0]]
-    assert source.dataloader() is source.instance
+class Drawn(IterableDataset[Any]):
+    def __init__(self, draw: Callable[[], Any]) -> None:
+        self.draw, self.count = draw, 6
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.draw() for _ in range(self.count))
+
+
+@pytest.mark.parametrize("draws", [random.random, partial(torch.rand, ())])
+def test_the_batch_that_is_compiled_for_is_trained_on(draws: Callable[[], Any]) -> None:
+    """No row comes twice, nor is lost: of a stream that goes on where it was, and of one that draws its rows."""
+    once = _DataLoaderSource(DataLoader(Once(), batch_size=2), "train_dataloader")
+    assert read_first(once).tolist() == [1.0, 2.0]
+    assert [batch.tolist() for batch in once.dataloader()] == [[1.0, 2.0], [3.0, 4.0], [5.0]]
+    assert once.dataloader() is once.instance
+    drawn = _DataLoaderSource(DataLoader(Drawn(draws), batch_size=2), "train_dataloader")
+    first = read_first(drawn)
+    given = torch.stack(list(drawn.dataloader()))
+    assert torch.equal(given[0], first) and len(given.unique()) == 6
+
+
+def test_a_setting_of_a_stream_reaches_it() -> None:
+    stream = Drawn(random.random)
+    loader = DataLoader(stream, batch_size=2)
+    read_first(_DataLoaderSource(loader, "train_dataloader"))
+    loader.dataset.count = 2  # as a callback does, by `trainer.train_dataloader.dataset`
+    assert stream.count == 2

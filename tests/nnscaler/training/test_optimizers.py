@@ -326,3 +326,5 @@ def test_a_group_that_is_added_later_needs_no_names() -> None:
     assert [(group["lr"], group["param_names"]) for group in optimizer.param_groups[1:]] == [(0.2, [*later]), (0.1, [])]
     with pytest.raises(ValueError, match="names"):
         optimizer.add_param_group({"params": torch.zeros(2)})
+    with pytest.raises(TypeError, match="ordered"):
+        optimizer.add_param_group({"params": set(later.values())})

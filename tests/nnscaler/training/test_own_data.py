@@ -202,6 +202,11 @@ MASK = {"mask": torch.ones(8)}
 LATER: dict[str, tuple[Row, Row, str]] = {
     "tensor": ({}, MASK, "the batch has mask = a tensor, and the program was compiled with None"),
     "dtype": (MASK, {"mask": torch.ones(8, dtype=torch.bool)}, "input 'mask' is bool, and the model was compiled for"),
+    "wider": (
+        MASK,
+        {"mask": torch.ones(8).double()},
+        "input 'mask' is float64, and the model was compiled for float32",
+    ),
     "number": ({}, {"scale": 2.0}, "the batch has scale = 2.0, and the program was compiled with 1.0"),
     "default": ({"scale": 2.0}, {}, "the batch has scale = 1.0, and the program was compiled with 2.0"),
     "any": ({}, {"else": torch.ones(8)}, "the batch has else = a tensor, and the program was compiled with nothing"),
@@ -211,8 +216,22 @@ LATER: dict[str, tuple[Row, Row, str]] = {
 @pytest.mark.parametrize("case", LATER)
 def test_an_argument_that_later_batches_alone_have_or_lack_is_refused(case: str) -> None:
     first, later, message = LATER[case]
-    with pytest.raises(NnscalerError, match=message):
+    with pytest.raises(NnscalerError, match=message) as error:
         trained(Masked(), rows(), data={"collate": with_later(first, later)})
+    assert ("in all of them" in str(error.value.help)) == (case in ("tensor", "any"))
+
+
+class Widened(Model):
+    """Casts what it is given, for which a program that was compiled for the wider dtype has no line."""
+
+    def forward(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        return super().forward(x, y) + (1e3 * mask.float()).square().mean()
+
+
+def test_later_batches_in_a_narrower_dtype_are_cast() -> None:
+    expected = trained(Widened(), rows(), data={"collate": with_later(MASK, MASK)})
+    narrow = {"mask": torch.ones(8, dtype=torch.float16)}
+    assert trained(Widened(), rows(), data={"collate": with_later(MASK, narrow)}) == expected
 
 
 def test_a_default_may_be_left_out() -> None:

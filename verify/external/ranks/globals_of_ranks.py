@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from operator import is_
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,7 +20,7 @@ from nnscaler.global_random_generators import States, set_states, states
 from nnscaler.is_user_file import is_users
 from verify.external.ranks.torch_private import rank_attributes
 
-_TABLES = (dict, list, set, defaultdict, OrderedDict)
+_TABLES = (dict, list, set, defaultdict, OrderedDict, Counter, deque, np.ndarray)
 _LARGEST = 1024  # elements of a table: larger ones hold data, which no rank changes
 VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
@@ -30,7 +31,7 @@ class BoundNames:
 
     owner   the module's `vars`, or the class
     bound   a copy of what was in it
-    tables  those that its names are bound to: dicts, lists, sets, and the attributes of the user's objects
+    tables  those that its names are bound to: dicts, lists, deques, sets, arrays, and attributes of the user's objects
     """
 
     owner: dict[str, Any] | type
@@ -94,6 +95,20 @@ def load_state(state: RankState) -> None:
     for table, copy in state.tables:
         if not _same(table, copy):
             _fill(table, copy)
+
+
+def tensors_of_all(state: RankState) -> tuple[tuple[str, Tensor, int], ...]:
+    """Return the tensors that names and tables lead to, each with where it is and how often it was changed in place:
+    what is in them is no rank's own."""
+    places: list[tuple[str, Mapping[Any, Any]]] = []
+    for names in state.names:
+        owner = names.owner.__name__ if isinstance(names.owner, type) else str(names.owner.get("__name__"))
+        places.append((owner.rpartition(".")[2], names.bound))
+    for _, table in state.tables:
+        places.append(("a table", _inside(table)))
+    found = ((f"{name} of {owner}", value) for owner, inside in places for name, value in inside.items())
+    tensors = ((place, value) for place, value in found if isinstance(value, Tensor) and not value.is_inference())
+    return tuple((place, tensor, tensor._version) for place, tensor in tensors)
 
 
 def with_own_caches(state: RankState) -> RankState:
@@ -170,7 +185,8 @@ def _bind(owner: dict[str, Any] | type, bound: Mapping[str, Any]) -> None:
 
 def _table_of(value: Any) -> Any:
     """Return a table whose contents are a rank's own, or the attributes of an object of a class of the user's; None for
-    any other value. Modules and tensors are copied for each rank, and not changed behind the program's back."""
+    any other value. Modules are copied for each rank; a run in which shared tensors change is told (`tensors_of_all`).
+    """
     kind = type(value)
     if kind in _TABLES:
         return value
@@ -191,43 +207,56 @@ def _tables(names: Iterable[BoundNames]) -> list[Any]:
     waiting = [table for one in names for table in one.tables]
     while waiting:
         table = waiting.pop()
-        if id(table) not in found and len(table) <= _LARGEST:
+        if id(table) not in found and (table.size if isinstance(table, np.ndarray) else len(table)) <= _LARGEST:
             found[id(table)] = table
-            values = table.values() if isinstance(table, dict) else table
-            waiting += [inner for value in values if (inner := _table_of(value)) is not None]
+            waiting += [inner for value in _inside(table).values() if (inner := _table_of(value)) is not None]
     return list(found.values())
+
+
+def _inside(table: Any) -> Mapping[Any, Any]:
+    """Return what is in a table, by its keys or numbers; the numbers of an array are no objects."""
+    if isinstance(table, dict):
+        return table
+    return {} if isinstance(table, np.ndarray) else dict(enumerate(table))
 
 
 def _same(table: Any, copy: Any) -> bool:
     """Return whether a table holds what a copy of it holds: the same objects, in the same order."""
+    if isinstance(table, np.ndarray):
+        return bool(table.shape == copy.shape and table.tobytes() == copy.tobytes())
     if len(table) != len(copy):
         return False
     if isinstance(table, set):
         return bool(table == copy)
-    if isinstance(table, list):
+    if isinstance(table, list | deque):
         return all(map(is_, table, copy))
     return all(map(is_, table.values(), copy.values())) and all(map(is_, table, copy))
 
 
 def _copied(table: Any, earlier: Any) -> Any:
-    if earlier is not None and type(earlier) is type(_empty(table)) and _same(table, earlier):
+    """Return a copy of a table; the earlier one where nothing was changed since."""
+    kind = next(kind for kind in (dict, list, deque, set, np.ndarray) if isinstance(table, kind))
+    if type(earlier) is kind and _same(table, earlier):
         return earlier
-    made = _empty(table)
-    _fill(made, table)
-    return made
-
-
-def _empty(table: Any) -> Any:
-    return next(kind() for kind in (dict, list, set) if isinstance(table, kind))
+    return table.copy() if kind is np.ndarray else kind(table)
 
 
 def _fill(table: Any, copy: Any) -> None:
-    if isinstance(table, list):
+    if isinstance(table, np.ndarray):
+        table[...] = copy
+    elif isinstance(table, list):
         table[:] = copy
-        return
-    if isinstance(table, set) or list(table) != list(copy):
+    elif isinstance(table, deque):
         table.clear()
-    table.update(copy)
+        table.extend(copy)
+    elif isinstance(table, set):
+        table.clear()
+        table.update(copy)
+    else:
+        if list(table) != list(copy):
+            table.clear()
+        for key, value in copy.items():  # a Counter would add in `update`
+            table[key] = value
 
 
 def _content(value: Any) -> dict[Any, Any] | None:

@@ -6,10 +6,11 @@ import os
 import pickle
 import random
 import sys
+from collections import Counter, deque
 from collections.abc import Callable
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -174,6 +175,9 @@ class _Groups:
     of: ClassVar[dict[str, int]] = {}
     nested: ClassVar[dict[str, list[int]]] = {"ranks": []}
     seen: ClassVar[set[int]] = set()
+    counts: ClassVar[Counter[str]] = Counter(rows=1)
+    last: ClassVar[deque[int]] = deque(maxlen=1)
+    sums: ClassVar[Any] = np.zeros(())
 
 
 _groups = _Groups()
@@ -186,19 +190,39 @@ def test_tables_of_a_users_classes_and_objects_are_those_of_each_rank() -> None:
         _Groups.of["last"] = rank
         _Groups.nested["ranks"].append(rank)
         _Groups.seen.add(rank)
+        _Groups.counts["rows"] += rank + 1
+        _Groups.last.append(rank)
+        _Groups.sums += rank + 1
         _groups.own = rank  # type: ignore[attr-defined]
         turns = []
         for name in _Groups.of:  # which other ranks change meanwhile
             dist.barrier()
             turns.append(name)
         seen = [*_Groups.nested["ranks"], *_Groups.seen, *vars(_groups).items()]
+        seen += [_Groups.counts["rows"], *_Groups.last, float(_Groups.sums)]
         return [_Groups.rank, list(_Groups.of.items()), turns, seen]
 
-    first = [0, [("dp", 0), ("last", 0)], ["dp", "last"], [0, 0, ("own", 0)]]
-    second = [1, [("tp", 1), ("last", 1)], ["tp", "last"], [1, 1, ("own", 1)]]
+    first = [0, [("dp", 0), ("last", 0)], ["dp", "last"], [0, 0, ("own", 0), 2, 0, 1.0]]
+    second = [1, [("tp", 1), ("last", 1)], ["tp", "last"], [1, 1, ("own", 1), 3, 1, 2.0]]
     assert run_ranks(on_rank, 2).results == (first, second)
     assert _Groups.rank == -1 and _Groups.nested == {"ranks": []}
-    assert not (_Groups.of or _Groups.seen or vars(_groups))
+    assert not (_Groups.of or _Groups.seen or vars(_groups) or _Groups.last or _Groups.sums.any())
+    assert _Groups.counts == {"rows": 1}
+
+
+_counted = torch.zeros(2)
+_sums = {"rows": torch.zeros(2)}
+
+
+@pytest.mark.parametrize(
+    ("tensor", "place"), [(_counted, "_counted of test_parts"), (_sums["rows"], "rows of a table")]
+)
+def test_a_run_in_which_threads_change_one_tensor_is_none(tensor: torch.Tensor, place: str) -> None:
+    """What a rank counts there, the others see without a reduction."""
+    with pytest.raises(RanksFailed, match=f"`{place}` is changed in place") as error:
+        run_ranks(lambda rank: float(tensor.add_(1).sum()), 2)
+    assert error.value.code == "rank_raises"
+    assert run_ranks(lambda rank: float(tensor.sum()) * 0, 2).results == (0, 0)
 
 
 @cache

@@ -7,7 +7,7 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
@@ -24,7 +24,13 @@ from nnscaler.runtime.keep_freed_memory import kept_memory
 from nnscaler.runtime.start_autograd import fake_before_threads
 from verify.external.ranks.call_sites import place_of_call, place_of_error, place_of_thread, traceback_of
 from verify.external.ranks.collective_semantics import CollectiveShare
-from verify.external.ranks.globals_of_ranks import environment_of, load_state, save_state, with_own_caches
+from verify.external.ranks.globals_of_ranks import (
+    environment_of,
+    load_state,
+    save_state,
+    tensors_of_all,
+    with_own_caches,
+)
 from verify.external.ranks.process_group_base import RankGroup, Real
 from verify.external.ranks.run_result import RankRun, RanksFailed
 from verify.external.ranks.threads.exchange import MessageEnd, ThreadExchange
@@ -211,6 +217,7 @@ def run_simulated(
     results: dict[int, T] = {}
     unwaited: dict[int, int] = {}
     before = save_state()
+    shared = tensors_of_all(before)
 
     def create(options: Any) -> SimulatedGroup:
         members = tuple(options.global_ranks_in_group) or tuple(range(ranks))
@@ -247,12 +254,22 @@ def run_simulated(
     if turns.failure is not None:
         _stop(threads)
         raise turns.failure
+    _check_unchanged(shared)
     lost = exchange.undelivered()
     if lost:
         raise RanksFailed("communication_mismatch", "\n".join(["messages were never received:", *lost]))
     calls = tuple(tuple(calls) for calls in exchange.calls)
     forgotten = all_forgotten(exchange.begun)
     return RankRun(tuple(results[rank] for rank in range(ranks)), calls, sum(unwaited.values()), forgotten)
+
+
+def _check_unchanged(shared: Iterable[tuple[str, torch.Tensor, int]]) -> None:
+    """Raise RanksFailed where a shared tensor was changed in place: one rank would see what another one has counted
+    there, as if they had added it up."""
+    for place, tensor, version in shared:
+        if tensor._version != version:
+            told = f"`{place}` is changed in place, a tensor that the threads of all ranks share"
+            raise RanksFailed("rank_raises", told)
 
 
 def _live_as_rank(
