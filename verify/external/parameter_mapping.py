@@ -103,7 +103,7 @@ class StateMap:
             first, stop = addresses.start, addresses.stop
             return tuple(n for n in self.names if self.starts[n] < stop and self.whole(n).stop > first)
         bounds = torch.tensor([self.whole(n).stop for n in self.names])
-        found = torch.unique(torch.bucketize(addresses, bounds, right=True))
+        found = torch.unique(torch.bucketize(addresses.contiguous(), bounds, right=True))
         return tuple(self.names[int(i)] for i in found)
 
     @cached_property

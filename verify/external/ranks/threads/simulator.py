@@ -226,9 +226,8 @@ def run_simulated(
     with kept_memory(), ranks_as_threads(create) as worlds, helpers_of_ranks(turns, worlds):
 
         def work(rank: int) -> None:
-            world = new_world(
-                rank=rank, ranks=ranks, store=SimulatedStore(exchange), identity=time.monotonic_ns() + rank
-            )
+            identity = time.monotonic_ns() + rank
+            world = new_world(rank=rank, ranks=ranks, store=SimulatedStore(exchange), identity=identity)
 
             def body() -> None:
                 results[rank] = function(rank)
