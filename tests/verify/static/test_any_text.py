@@ -104,6 +104,7 @@ LINES = [
     "unused = linear * float('many')",
     "unused = linear * complex(linear)",
     "unused = linear * float()",
+    "unused = " + "+".join(["linear"] * 150),  # Python could read it
     "unused = " + "+".join(["linear"] * 300),
     "unused = " + "+".join(["linear"] * 1500),
     "unused = " + "-" * 900 + "linear",

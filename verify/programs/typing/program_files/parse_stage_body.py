@@ -68,6 +68,7 @@ def shadowing(stage: StageText) -> Iterator[tuple[int, str]]:
 _NO_GRAD = "torch.no_grad()"
 _AUTOCAST = "torch.autocast"
 _MOST_PIECES = 1 << 20
+_DEEPEST = 100  # expressions in one another, whatever Python's own limit is at the time
 _CALLED = ("aten.", "comm.", "ops.", "user.")
 
 
@@ -152,6 +153,10 @@ class _BodyReader:
         self, node: ast.Assign, region: Region, functions: dict[str, ast.FunctionDef]
     ) -> Iterator[Statement]:
         """Yield the lines of `a = f(g(x))`, and of `a = b = f(x)`."""
+        depth, level = 0, list[ast.AST]([node.value])
+        while level := [child for outer in level for child in ast.iter_child_nodes(outer)]:
+            if (depth := depth + 1) > _DEEPEST:
+                raise ValueError(f"more than {_DEEPEST} expressions stand in one another")
         first, *others = node.targets
         targets, sequence, call = _targets(first, node), isinstance(first, ast.Tuple), node.value
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "recompute":
