@@ -105,7 +105,7 @@ class BatchConstants:
 
     @cached_property
     def _names(self) -> list[str]:
-        """What takes positional arguments."""
+        """The names of positional arguments."""
         return [name for name, parameter in self._parameters.items() if parameter.kind in _POSITIONAL]
 
     @cached_property

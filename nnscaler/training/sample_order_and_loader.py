@@ -11,10 +11,9 @@ import copy
 import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain, count, islice, pairwise, tee
+from itertools import chain, count, islice, pairwise
 from typing import Any, cast
 from unittest.mock import patch
 from zlib import crc32
@@ -25,7 +24,6 @@ from torch.utils.data._utils import worker as worker_loop
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from nnscaler.errors import NnscalerError
-from nnscaler.global_random_generators import generators_kept
 from nnscaler.model_file import seed_generators
 from nnscaler.runtime.nested_values import leaves_of
 from nnscaler.runtime.tensor_bits_and_differences import bits_of
@@ -114,7 +112,8 @@ class _Samples:
         return len(self._dataset)
 
     def __getitems__(self, indices: list[int]) -> tuple[list[Any], bool]:
-        form, wanted = indices[0] < 0, [max(index, ~index) for index in indices]
+        form = indices[0] < 0
+        wanted = [~index for index in indices] if form else indices
         several = getattr(self._dataset, "__getitems__", None)
         return (several(wanted) if several else [self._dataset[index] for index in wanted]), form
 
@@ -172,53 +171,6 @@ class _Stream(IterableDataset[tuple[Any, int, Any, int | None]]):
             if hasattr(holder, "state_dict"):
                 return copy.deepcopy(holder.state_dict())
         return None
-
-
-class ReadAhead(IterableDataset[Any]):
-    """A stream of which the first samples are read once before training: its second iteration goes on with these.
-
-    Iterated again, a stream need not start again: one that reads a pipe, or is its own iterator, has only later ones.
-    An iterator that has a state is made to start again.
-    """
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset, self._begun = dataset, 0
-        self._again: Iterator[Any] = iter(())
-
-    def set_epoch(self, epoch: int) -> None:
-        """Tell the stream, where it wants to know. What was read ahead is the first epoch's."""
-        if hasattr(self._dataset, "set_epoch"):
-            self._dataset.set_epoch(epoch)
-        self._begun = 2 if epoch else self._begun
-
-    def __iter__(self) -> Iterator[Any]:
-        self._begun += 1
-        if self._begun == 2:
-            return self._again
-        rows: Iterator[Any] = iter(self._dataset)
-        if self._begun > 1 or hasattr(rows, "state_dict"):
-            self._begun = 2
-        else:
-            rows, self._again = tee(rows)
-        return rows
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._dataset, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        give = super().__setattr__ if name.startswith("_") else partial(setattr, self._dataset)
-        give(name, value)
-
-
-def reading_first(*datasets: Any) -> AbstractContextManager[None]:
-    """Return what the first batch is read inside of. What a stream drew for rows that it gives once it draws no more:
-    put back, generators would give the same numbers to the rows after them."""
-    return nullcontext() if any(isinstance(dataset, ReadAhead) for dataset in datasets) else generators_kept()
 
 
 @contextmanager

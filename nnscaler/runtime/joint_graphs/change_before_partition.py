@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
@@ -47,20 +47,3 @@ def taken(node: Node, index: int) -> Node:
     result = node.graph.call_function(operator.getitem, (node, index))
     result.meta["val"] = node.meta["val"][index]
     return result
-
-
-def is_gradient(node: Node) -> bool:
-    """Return whether a node is an input of backward alone: a gradient, or the token before its first effect."""
-    return node.op == "placeholder" and node.name.startswith("tangents")
-
-
-def reached_from(nodes: Iterable[Node]) -> Mapping[Node, None]:
-    """Return the nodes, and all that read what they make; but not the output, which has results of forward too."""
-    found = dict.fromkeys(nodes)
-    waiting = list(found)
-    while waiting:
-        for user in waiting.pop().users:
-            if user not in found and user.op != "output":
-                found[user] = None
-                waiting.append(user)
-    return found

@@ -8,12 +8,12 @@ effects of backward: every rank begins the same calls in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import torch
 from torch.fx import Graph, Node
 
-from nnscaler.runtime.joint_graphs.change_before_partition import effect_of, is_gradient, reached_from, result_of, taken
+from nnscaler.runtime.joint_graphs.change_before_partition import effect_of, result_of, taken
 
 # The version of what is done here, to be raised with it: torch finds a graph that it has kept by what its operators are
 # given, and does not look at how it was changed. Ranks with graphs of two versions would make other calls.
@@ -26,7 +26,7 @@ def gather_again(graph: Graph) -> int:
     """Let backward gather what it reads, in a graph of forward and backward, where the gathers say so. Return how many
     it got. What has one dim is not worth a call."""
     token = next((n for n in graph.nodes if n.op == "placeholder" and n.name.startswith("tangents_token")), None)
-    backward = reached_from(filter(is_gradient, graph.nodes))
+    backward = _reached_from(filter(_is_gradient, graph.nodes))
     gather = torch.ops.nnscaler.gather_parameter.default
     effects = [n for n in graph.nodes if n not in backward and effect_of(n) is gather and n.args[-1] == GATHERS_AGAIN]
     if token is None or not effects:  # backward has no effects, or the graph is of other code
@@ -90,3 +90,20 @@ def _to_front(graph: Graph, token: Node) -> None:
     """Move the token of backward to the other inputs: it was met where backward has its first effect."""
     inputs = [n for n in graph.nodes if n.op == "placeholder" and n is not token]
     inputs[-1].append(token)
+
+
+def _is_gradient(node: Node) -> bool:
+    """Return whether a node is an input of backward alone: a gradient, or the token before its first effect."""
+    return node.op == "placeholder" and node.name.startswith("tangents")
+
+
+def _reached_from(nodes: Iterable[Node]) -> Mapping[Node, None]:
+    """Return the nodes, and all that read what they make; but not the output, which has results of forward too."""
+    found = dict.fromkeys(nodes)
+    waiting = list(found)
+    while waiting:
+        for user in waiting.pop().users:
+            if user not in found and user.op != "output":
+                found[user] = None
+                waiting.append(user)
+    return found

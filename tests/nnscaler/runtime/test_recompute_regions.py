@@ -45,7 +45,7 @@ def two_layers(x: Tensor) -> Tensor:
 
 
 def not_dense(x: Tensor) -> Tensor:
-    """What a mark hands on of an expanded tensor is contiguous, and a view that it cannot have."""
+    """A mark hands an expanded tensor on as a contiguous one, of which there are views that it cannot have."""
     (y,) = recompute(lambda a, b: ((a.reshape(-1)[:32] * b.reshape(-1)).cos(),), x[:1].expand(8, 8), x.T[::2])
     return y
 

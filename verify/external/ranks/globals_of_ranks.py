@@ -27,7 +27,7 @@ VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE
 
 @dataclass(frozen=True)
 class BoundNames:
-    """What the names of a module, or of a class that it defines, are bound to.
+    """The names of a module, or of a class that it defines, with the values that they are bound to.
 
     owner   the module's `vars`, or the class
     bound   a copy of what was in it

@@ -169,7 +169,7 @@ def test_names_of_a_users_module_are_bound_for_each_rank() -> None:
 
 
 class _Groups:
-    """What libraries keep their process groups in: a name and a dict of a class, tables in a table, an object."""
+    """Libraries keep their process groups in a name and a dict of a class, tables in a table, an object."""
 
     rank = -1
     of: ClassVar[dict[str, int]] = {}
@@ -218,7 +218,7 @@ _sums = {"rows": torch.zeros(2)}
     ("tensor", "place"), [(_counted, "_counted of test_parts"), (_sums["rows"], "rows of a table")]
 )
 def test_a_run_in_which_threads_change_one_tensor_is_none(tensor: torch.Tensor, place: str) -> None:
-    """What a rank counts there, the others see without a reduction."""
+    """Others see what a rank counts there, without a reduction."""
     with pytest.raises(RanksFailed, match=f"`{place}` is changed in place") as error:
         run_ranks(lambda rank: float(tensor.add_(1).sum()), 2)
     assert error.value.code == "rank_raises"
