@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -100,19 +101,20 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 def trained(program: Program, timings: int | None, compiled: bool = False) -> list[Trained]:
     """Train for two steps on all ranks of the simulator; return what each has. `compiled`: by torch.compile."""
-
-    def work(communicator: Any) -> Trained:
-        engine = Engine(program, communicator, EngineSettings(device="cpu", compiled=compiled))
-        optimizer = engine.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
-        part, losses = engine.data_part, []
-        for step in range(2):
-            optimizer.zero_grad()
-            rows = {name: tensor.tensor_split(part.count)[part.index] for name, tensor in sample(step).items()}
-            losses.append(engine.step(rows))
-            engine.clip_grad_norm_(0.5)
-            optimizer.step()
-        named = engine.parameters
-        gradients = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
-        return Trained(tuple(losses), gradients, {name: p.detach().clone() for name, p in named.items()})
-
+    work = partial(trained_rank, program, compiled=compiled)
     return Simulator(program.manifest.ranks, timings=timings).run(work)
+
+
+def trained_rank(program: Program, communicator: Any, compiled: bool) -> Trained:
+    engine = Engine(program, communicator, EngineSettings(device="cpu", compiled=compiled))
+    optimizer = engine.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+    part, losses = engine.data_part, []
+    for step in range(2):
+        optimizer.zero_grad()
+        rows = {name: tensor.tensor_split(part.count)[part.index] for name, tensor in sample(step).items()}
+        losses.append(engine.step(rows))
+        engine.clip_grad_norm_(0.5)
+        optimizer.step()
+    named = engine.parameters
+    gradients = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
+    return Trained(tuple(losses), gradients, {name: p.detach().clone() for name, p in named.items()})

@@ -26,11 +26,18 @@ def keep_freed_memory() -> None:
     library = _glibc()
     if library is None:
         return
-    library.malloc_trim(0)
+    give_back_freed_memory()
     told = os.environ.get("GLIBC_TUNABLES", "")
     if not any(f"MALLOC_{name.upper()}_" in os.environ or f"glibc.malloc.{name}=" in told for name in _OWN):
         library.mallopt(_MMAP_THRESHOLD, _LARGEST)  # else the next line would fix it where it is
         library.mallopt(_TRIM_THRESHOLD, _NEVER)
+
+
+def give_back_freed_memory() -> None:
+    """Give what this process has freed so far back to the system. Does nothing without glibc."""
+    library = _glibc()
+    if library is not None:
+        library.malloc_trim(0)
 
 
 @contextmanager
@@ -55,7 +62,7 @@ def kept_memory() -> Iterator[None]:
         library.mallopt(_MMAP_THRESHOLD, _LARGEST)
         library.mallopt(_MMAP_MAX, 65536)
         library.mallopt(_ARENA_MAX, 0)
-        library.malloc_trim(0)
+        give_back_freed_memory()
 
 
 def _glibc() -> ctypes.CDLL | None:

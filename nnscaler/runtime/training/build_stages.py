@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from math import prod
 from types import MappingProxyType, ModuleType
 from typing import Any
@@ -20,6 +21,7 @@ from nnscaler.runtime.communication.sharded_parameter_gathers import ParameterRe
 from nnscaler.runtime.joint_graphs.change_before_partition import change_joint_graphs
 from nnscaler.runtime.joint_graphs.gather_again_in_backward import gather_again
 from nnscaler.runtime.joint_graphs.recompute_regions import number_of_region, recompute_regions, regions_in_graphs
+from nnscaler.runtime.keep_freed_memory import give_back_freed_memory
 from nnscaler.runtime.shards import local_shape, ravel, shard, unravel
 from nnscaler.runtime.stage_base_class import (
     INPUT_GRADIENT,
@@ -246,7 +248,11 @@ def compile_each(
 
 
 def _with_changed_graphs(forward: Callable[..., Any]) -> Callable[..., Any]:
+    calls = count()
+
     def run(**arguments: Any) -> Any:
+        if next(calls) == 1:  # the first one made the graphs
+            give_back_freed_memory()
         change_joint_graphs((recompute_regions, gather_again))
         with regions_in_graphs():
             return forward(**arguments)

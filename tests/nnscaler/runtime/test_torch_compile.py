@@ -113,7 +113,7 @@ def test_compiled_stages_compute_the_same(
         torch._dynamo.utils.counters.clear()
         found = Simulator(ranks).run(partial(run, compiled=True))
     assert torch._dynamo.utils.counters["frames"]["ok"] > 0, "nothing was compiled"
-    kept = {"torch.ops.higher_order.with_effects": "1"}
+    kept = {f"torch.ops.higher_order.{name}": "1" for name in ("with_effects", "autograd_function_apply")}
     assert options and all(
         asked == {"deterministic": True, "unsafe_marked_cacheable_functions": kept} for asked in options
     )

@@ -19,6 +19,7 @@ from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.gloo import GlooCommunicator
 from nnscaler.runtime.communication.nccl import NcclCommunicator
 from nnscaler.runtime.communication.torch_communicator_base import TorchCommunicator
+from tests.timings import Trained, program_of, trained_rank
 
 
 def greet(communicator: Communicator, text: str, number: int = 0) -> dict[str, object]:
@@ -337,6 +338,13 @@ def loop_for_ever(communicator: Communicator) -> None:
         while True:
             time.sleep(0.05)
     communicator.barrier((0, 1))
+
+
+def train_compiled(communicator: Communicator, plan: str, cache: str) -> tuple[dict[str, int], Trained]:
+    """Returns how often torch found a graph of another process, and what was trained."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+    found = trained_rank(program_of(plan), communicator, compiled=True)
+    return dict(torch._dynamo.utils.counters["aot_autograd"]), found
 
 
 def sleep_beside_a_child(communicator: Communicator, folder: str) -> None:

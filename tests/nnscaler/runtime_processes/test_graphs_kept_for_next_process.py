@@ -1,0 +1,22 @@
+"""What torch.compile made of stages of several ranks is found by the next processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nnscaler.runtime.jobs.job import JobSpecification
+from nnscaler.runtime.jobs.launcher import ForkServer, launch
+
+
+@pytest.mark.long  # to make kernels takes half a minute
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3", "megatron:tp=2,recompute=1"])
+def test_the_next_process_compiles_nothing(server: ForkServer, rank_functions: str, plan: str, tmp_path: Path) -> None:
+    job = JobSpecification(f"{rank_functions}:train_compiled", 2, {"plan": plan, "cache": str(tmp_path)})
+    (made, first), (found, second) = (zip(*launch(job, timeout=600, server=server).results(), strict=True) for _ in "ab")
+    for counts in made:
+        assert counts["autograd_cache_saved"] == counts["total"] > 0
+    for counts in found:
+        assert counts["autograd_cache_hit"] == counts["total"] > 0
+    assert all(one.differences(other) == [] for one, other in zip(first, second, strict=True))
