@@ -24,8 +24,8 @@ T = TypeVar("T")
 _NO_PROGRAMS = (*OURS, beside(torch.__file__))
 # Graphs with effects in an order, or Functions of autograd, are kept for the next process: torch looks for them by all
 # that their nodes are given, bodies of Functions too, and only does not say that of these two.
-_KEPT = ("with_effects", "autograd_function_apply")
-_ALWAYS: dict[str, Any] = {"unsafe_marked_cacheable_functions": {f"torch.ops.higher_order.{name}": "1" for name in _KEPT}}
+_KEPT = {f"torch.ops.higher_order.{name}": "1" for name in ("with_effects", "autograd_function_apply")}
+_ALWAYS: dict[str, Any] = {"unsafe_marked_cacheable_functions": _KEPT}
 # What several ranks hold in common must stay equal bit for bit, and kernels that each rank chooses by its own timings
 # sum in orders of their own: none is chosen so.
 _SEVERAL = {**_ALWAYS, "deterministic": True}

@@ -14,7 +14,8 @@ from nnscaler.runtime.jobs.launcher import ForkServer, launch
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3", "megatron:tp=2,recompute=1"])
 def test_the_next_process_compiles_nothing(server: ForkServer, rank_functions: str, plan: str, tmp_path: Path) -> None:
     job = JobSpecification(f"{rank_functions}:train_compiled", 2, {"plan": plan, "cache": str(tmp_path)})
-    (made, first), (found, second) = (zip(*launch(job, timeout=600, server=server).results(), strict=True) for _ in "ab")
+    runs = [launch(job, timeout=600, server=server).results() for _ in range(2)]
+    (made, first), (found, second) = (zip(*run, strict=True) for run in runs)
     for counts in made:
         assert counts["autograd_cache_saved"] == counts["total"] > 0
     for counts in found:
