@@ -18,6 +18,7 @@ from op_registry.call import dtype_name
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph, LogicalTensor, gradient_dtype
 from nnscaler.ir.mixed_precision_dtypes import FLOATS, Precision
+from nnscaler.runtime.kernel_threads import kernel_threads
 from nnscaler.runtime.training.autocast_on_any_device import Regions, autocast_on
 from nnscaler.tracing.compare_with_module import check_trace, forwards_of_draws, second_forward
 from nnscaler.tracing.export.custom_gradients import (
@@ -84,7 +85,8 @@ def trace(
     Raises NnscalerError "trace_failed", "no_loss" or "trace_unfaithful".
     """
     whole = module if loss_fn is None else with_loss(module, loss_fn)
-    with mixed(module, precision) as masters:
+    tensors = (*module.parameters(), *module.buffers())
+    with kernel_threads(tensors), mixed(module, precision) as masters:
         traced = _trace(whole, sample_inputs, self_check, specialise, repeat_layers)
     return replace(traced, graph=with_masters(traced.graph, precision, masters))  # names are those of the module
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import nn
@@ -14,6 +13,7 @@ from op_registry.call import dtype_name
 
 from nnscaler.errors import NnscalerError, few
 from nnscaler.exception_in_one_line import first_line
+from nnscaler.runtime.kernel_threads import kernel_threads
 from nnscaler.runtime.nested_values import map_tensors
 from nnscaler.tracing.export.independent_module_copies import copied_with_hooks
 from verify.external.averaged_copies_beside_model import COPY
@@ -84,7 +84,11 @@ def verify_and_name(
     torch.manual_seed(how.seed)
     batch = program.batch()
     check_rows(program, batch)
-    run = partial(verify_in, program, how, model, batch)
+
+    def run(dtype: torch.dtype, known: Sequence[RankRecord] = ()) -> Outcome:
+        with kernel_threads(model.state_dict().values()):
+            return verify_in(program, how, model, batch, dtype, known)
+
     outcomes: list[Outcome] = []
     for name in dtypes:
         progress(f"{program.name} on {program.ranks} ranks in {name}")

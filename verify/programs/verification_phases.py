@@ -23,6 +23,7 @@ from pathlib import Path
 
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.communication.communicator import ProgramError
+from nnscaler.runtime.kernel_threads import kernel_threads
 from nnscaler.runtime.program.import_role_and_user_files import load_role
 from nnscaler.runtime.training.saving.checkpoint import load_checkpoint
 from nnscaler.transform.plan import Plan
@@ -94,7 +95,7 @@ def run_phases(request: PlanRequest, subject: PlanSubject, context: RunContext) 
     all."""
     started = time.perf_counter()
     check_values(request)
-    with tempfile.TemporaryDirectory(prefix="nnscaler-verify-") as folder:
+    with tempfile.TemporaryDirectory(prefix="nnscaler-verify-") as folder, kernel_threads():
         work = Path(folder)
         prepared = prepare(request, subject, work / "program", context)
         if prepared.found is not None:
@@ -108,7 +109,8 @@ def run_phases(request: PlanRequest, subject: PlanSubject, context: RunContext) 
         reference: Trajectory | None = None
         outcomes: Sequence[CheckOutcome] = ()
         if prepared.runs and request.level != "static":
-            prepared, reference, outcomes = _run(request, prepared, work)
+            with kernel_threads(prepared.model.state_dict().values()):
+                prepared, reference, outcomes = _run(request, prepared, work)
         outcomes = [*(outcomes if proof is None else combine(proof, outcomes)), *state]
         report = make_report(request, prepared, reference, outcomes, proof, time.perf_counter() - started)
         return report if report.verdict.passes else keep_program(report, prepared.program.path, request)

@@ -1,0 +1,33 @@
+"""Share kernels of torch among threads only where a model is large.
+
+Threads that share a small kernel wait for each other at its end: milliseconds, where something else holds a core, and
+most kernels of a verification take microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+
+_LARGE = 1 << 24  # elements of a model, from which on threads save more than they wait for
+
+_outside: ContextVar[int | None] = ContextVar("outside", default=None)
+
+
+@contextmanager
+def kernel_threads(tensors: Iterable[Tensor] = ()) -> Iterator[None]:
+    """Run kernels inside on one thread, or on all that the process uses, where these tensors are those of a large
+    model."""
+    before = torch.get_num_threads()
+    token = _outside.set(_outside.get() or before)
+    large = sum(tensor.numel() for tensor in tensors) >= _LARGE
+    torch.set_num_threads(_outside.get() or before if large else 1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+        _outside.reset(token)
