@@ -22,6 +22,7 @@ from nnscaler.runtime.joint_graphs.change_before_partition import change_joint_g
 from nnscaler.runtime.joint_graphs.gather_again_in_backward import gather_again
 from nnscaler.runtime.joint_graphs.recompute_regions import number_of_region, recompute_regions, regions_in_graphs
 from nnscaler.runtime.keep_freed_memory import give_back_freed_memory
+from nnscaler.runtime.program.user_operators import UserOperators
 from nnscaler.runtime.shards import local_shape, ravel, shard, unravel
 from nnscaler.runtime.stage_base_class import (
     INPUT_GRADIENT,
@@ -237,8 +238,10 @@ def compile_each(
     graphs where they may be."""
     number = communicators.of(communicator)
     leave_in_python([apart, *vars(differentiable_collectives).values()])
-    make = partial(compiled, constant=(dtype_of_run, number_of_region), several=communicator.world_size > 1)
+    constant = (dtype_of_run, number_of_region)
     for stage in stages:
+        operators = UserOperators.digests_in(type(stage).forward.__globals__)
+        make = partial(compiled, constant=constant, several=communicator.world_size > 1, operators=operators)
         stage.graph_number = numbered_stages.of(stage)
         apart_again = _recomputes_apart(stage)
         for axis in () if apart_again else stage.axes:
