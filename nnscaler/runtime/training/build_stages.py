@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
 from math import prod
 from types import MappingProxyType, ModuleType
 from typing import Any
@@ -247,15 +246,17 @@ def compile_each(
         for axis in () if apart_again else stage.axes:
             setattr(stage, axis, replace(getattr(stage, axis), number=number))
         forward = compiled_with_parameters(stage, gradients, None if apart_again else reads, make)
-        stage.forward = forward if apart_again else _with_changed_graphs(forward)
+        stage.forward = forward if apart_again else _with_changed_graphs(forward, stage.context)
 
 
-def _with_changed_graphs(forward: Callable[..., Any]) -> Callable[..., Any]:
-    calls = count()
+def _with_changed_graphs(forward: Callable[..., Any], context: RunContext) -> Callable[..., Any]:
+    batches: set[int] = set()
 
     def run(**arguments: Any) -> Any:
-        if next(calls) == 1:  # the first one made the graphs
-            give_back_freed_memory()
+        if len(batches) < 2:
+            batches.add(context.passes)
+            if len(batches) == 2:  # the first one made the graphs, in a pipeline that of backward after several calls
+                give_back_freed_memory()
         change_joint_graphs((recompute_regions, gather_again))
         with regions_in_graphs():
             return forward(**arguments)
