@@ -6,8 +6,11 @@ before them and begins another one after them. So every call is made, by the com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
+from hashlib import sha256
 from itertools import count
+from pathlib import Path
 from threading import Lock
 from types import FunctionType
 from typing import Any, Generic, TypeVar
@@ -22,13 +25,10 @@ Function = Callable[..., Any]
 T = TypeVar("T")
 
 _NO_PROGRAMS = (*OURS, beside(torch.__file__))
-# Graphs with effects in an order, or Functions of autograd, are kept for the next process: torch looks for them by all
-# that their nodes are given, bodies of Functions too, and only does not say that of these two.
-_KEPT = {f"torch.ops.higher_order.{name}": "1" for name in ("with_effects", "autograd_function_apply")}
-_ALWAYS: dict[str, Any] = {"unsafe_marked_cacheable_functions": _KEPT}
-# What several ranks hold in common must stay equal bit for bit, and kernels that each rank chooses by its own timings
-# sum in orders of their own: none is chosen so.
-_SEVERAL = {**_ALWAYS, "deterministic": True}
+# Graphs with effects in an order, or Functions of autograd, are kept for the next process where torch is told a version
+# of these two.
+_KEPT = tuple(f"torch.ops.higher_order.{name}" for name in ("with_effects", "autograd_function_apply"))
+_CODE = Path(__file__).parents[1]  # of this package
 
 
 class GraphNumbers(Generic[T]):
@@ -98,9 +98,9 @@ def place_in_graph() -> str:
     return ""
 
 
-def compiled(forward: Function, constant: Iterable[Function], several: bool) -> Function:
+def compiled(forward: Function, constant: Iterable[Function], several: bool, operators: Iterable[str] = ()) -> Function:
     """Return a compiled forward. `constant`: functions whose results are constants of it. `several`: other ranks
-    compile the same."""
+    compile the same. `operators`: digests of the code of the user's operators that it calls."""
     if _call_with["apart"] is _call:
         _call_with["apart"] = torch.compiler.disable(_call)
     for function in (place_in_graph, *constant):
@@ -109,7 +109,28 @@ def compiled(forward: Function, constant: Iterable[Function], several: bool) -> 
         _keep_sizes_static()
     if torch.__version__ < "2.13":
         _correct_fake_attention()
-    return torch.compile(forward, dynamic=False, options=_SEVERAL if several else _ALWAYS)
+    options: dict[str, Any] = {"unsafe_marked_cacheable_functions": _versions(operators)}
+    # What several ranks hold in common must stay equal bit for bit, and kernels that each rank chooses by its own
+    # timings sum in orders of their own: none is chosen so.
+    options |= {"deterministic": True} if several else {}
+    return torch.compile(forward, dynamic=False, options=options)
+
+
+def _versions(operators: Iterable[str]) -> Mapping[str, str]:
+    """Return what torch is told of the code that it runs when it makes a graph, by name of what is kept with it.
+
+    Torch looks for a graph by what its operators are called and given. What they are without values, their derivatives
+    (`torch.library`), what bodies of Functions call and torch does not look into, and how the graph is changed before
+    it is cut in two (`joint_graphs`), are written in Python, here or by the user, and make another graph of the same.
+    """
+    version = sha256("\n".join([_digest_of_own_code(), *operators]).encode()).hexdigest()
+    return dict.fromkeys(_KEPT, version)
+
+
+@lru_cache(maxsize=1)
+def _digest_of_own_code() -> str:
+    files = sorted([*_CODE.glob("*.py"), *(_CODE / "runtime").rglob("*.py")])
+    return sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def _keep_sizes_static() -> None:

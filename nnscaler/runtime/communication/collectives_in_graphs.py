@@ -21,7 +21,6 @@ from torch._library.effects import EffectType
 from nnscaler.layout import Sharded, parse_state
 from nnscaler.runtime.communication.communicator import Communicator, Shape
 from nnscaler.runtime.communication.sharded_parameter_gathers import ParameterReads, Read
-from nnscaler.runtime.joint_graphs.gather_again_in_backward import GATHERS_AGAIN
 from nnscaler.runtime.torch_compile import GraphNumbers, place_in_graph
 
 communicators: GraphNumbers[Communicator] = GraphNumbers()
@@ -140,14 +139,14 @@ numbered_reads: GraphNumbers[ParameterReads] = GraphNumbers()
 
 
 @torch.library.custom_op("nnscaler::gather_parameter", mutates_args=())
-def _gather_parameter(part: Tensor, at: list[int], ranks: list[int], cut: str, place: str, _again: int) -> Tensor:
+def _gather_parameter(part: Tensor, at: list[int], ranks: list[int], cut: str, place: str, _again: bool) -> Tensor:
     reads, read = _read(at, ranks, cut, place)
     assert read.parameter.shape == part.shape
     return reads.whole(read)
 
 
 @_gather_parameter.register_fake
-def _(part: Tensor, _: list[int], ranks: list[int], cut: str, __: str, ___: int) -> Tensor:
+def _(part: Tensor, _: list[int], ranks: list[int], cut: str, __: str, ___: bool) -> Tensor:
     dim = _cut(cut).dim
     size = sum(_cut(cut).shape_at(part.shape, i)[dim] for i in range(len(ranks)))
     return part.new_empty((*part.shape[:dim], size, *part.shape[dim + 1 :]))
@@ -180,7 +179,7 @@ class _Whole(torch.autograd.Function):
     """Reads a parameter as `differentiable_collectives._ParameterRead` does, by operators of the graph."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, again: int, *how: Any) -> Tensor:
+    def forward(ctx: Any, part: Tensor, again: bool, *how: Any) -> Tensor:
         ctx.how = how
         return cast(Tensor, torch.ops.nnscaler.gather_parameter(part, *how, again))
 
@@ -203,8 +202,7 @@ class ParameterInGraph:
     def whole(self, ranks: Sequence[int], here: int, cut: Sharded) -> Tensor:
         """Return it gathered from `ranks`, of which this is the one of index `here`."""
         at = [self.number, self.index, here]
-        again = GATHERS_AGAIN if self.again else 0
-        whole = _Whole.apply(self.part, again, at, list(ranks), repr(cut), place_in_graph())
+        whole = _Whole.apply(self.part, self.again, at, list(ranks), repr(cut), place_in_graph())
         return cast(Tensor, whole)
 
 

@@ -15,10 +15,6 @@ from torch.fx import Graph, Node
 
 from nnscaler.runtime.joint_graphs.change_before_partition import effect_of, result_of, taken
 
-# The version of what is done here, to be raised with it: torch finds a graph that it has kept by what its operators are
-# given, and does not look at how it was changed. Ranks with graphs of two versions would make other calls.
-GATHERS_AGAIN = 1
-
 _COPIES = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 
 
@@ -28,7 +24,7 @@ def gather_again(graph: Graph) -> int:
     token = next((n for n in graph.nodes if n.op == "placeholder" and n.name.startswith("tangents_token")), None)
     backward = _reached_from(filter(_is_gradient, graph.nodes))
     gather = torch.ops.nnscaler.gather_parameter.default
-    effects = [n for n in graph.nodes if n not in backward and effect_of(n) is gather and n.args[-1] == GATHERS_AGAIN]
+    effects = [n for n in graph.nodes if n not in backward and effect_of(n) is gather and n.args[-1]]
     if token is None or not effects:  # backward has no effects, or the graph is of other code
         return 0
     _to_front(graph, token)

@@ -36,9 +36,6 @@ from torch.fx import Graph, Node
 from nnscaler.runtime.joint_graphs.change_before_partition import effect_of, result_of, taken
 from nnscaler.runtime.torch_compile import place_in_graph
 
-# The version of what is done here, to be raised with it, as `GATHERS_AGAIN`.
-_VERSION = 1
-
 _numbers: ContextVar[Iterator[int] | None] = ContextVar("numbers", default=None)
 
 
@@ -66,7 +63,7 @@ def marked(function: Callable[..., Any], tensors: Sequence[Any], number: int) ->
     for trained in (True, False):
         places = [i for i, t in enumerate(given) if isinstance(t, Tensor) and t.requires_grad is trained]
         if places:
-            entered = torch.ops.nnscaler.enter_region([given[i] for i in places], number, place, _VERSION)
+            entered = torch.ops.nnscaler.enter_region([given[i] for i in places], number, place)
             for i, tensor in zip(places, entered, strict=True):
                 given[i] = tensor
     results = list(function(*given))
@@ -83,7 +80,7 @@ def marked(function: Callable[..., Any], tensors: Sequence[Any], number: int) ->
 
 
 @torch.library.custom_op("nnscaler::enter_region", mutates_args=())
-def _enter(tensors: list[Tensor], _number: int, _place: str, _version: int) -> list[Tensor]:
+def _enter(tensors: list[Tensor], _number: int, _place: str) -> list[Tensor]:
     return [tensor.clone() for tensor in tensors]
 
 
@@ -127,7 +124,7 @@ def _from_region(ctx: Any, gradients: list[Tensor | None]) -> tuple[Any, None]:
     return gradients, None
 
 
-_enter.register_autograd(lambda _, gradients: (gradients, None, None, None))
+_enter.register_autograd(lambda _, gradients: (gradients, None, None))
 _leave.register_autograd(_from_region, setup_context=_keep_number)
 for _operator in (_restart, _hold):
     _operator.register_effect(EffectType.ORDERED)

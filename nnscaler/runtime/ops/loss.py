@@ -45,8 +45,7 @@ def ce_pick(
 def _picked(logits: Tensor, index: Tensor) -> Tensor:
     """[N, C], [N, 1] -> [N, 1]: gather along classes."""
     if torch.compiler.is_compiling():
-        # Loops over all classes are there anyway. Backward makes no tensor of the logits' size for it, and torch keeps
-        # what it compiled for the next process, as it does not where a Function of ours is in it.
+        # Loops over all classes are there anyway, and backward makes no tensor of the logits' size for it.
         classes = torch.arange(logits.shape[1], device=logits.device)
         return torch.where(classes == index, logits, 0.0).sum(1, keepdim=True)
     return cast(Tensor, _Pick.apply(logits, index))

@@ -112,7 +112,7 @@ def random_uniform(
     shape = tuple(size if logical_shape is None else logical_shape)
     where: torch.device | str = device or (stage.device if stage is not None else "cpu")
     if torch.compiler.is_dynamo_compiling() and stage is not None:
-        noise = torch.ops.nnscaler.noise(_at(stage), name, _spelled(states), list(shape), where)
+        noise = torch.ops.nnscaler.noise(_at(stage), name, _spelled(states), list(shape), list(size), where)
     else:
         noise = _noise(stage, name, states, shape, where)
     return (noise + 2.0**-54).to(dtype)
@@ -203,16 +203,16 @@ def _(
 
 
 @torch.library.custom_op("nnscaler::noise", mutates_args=())
-def _noise_in_graph(at: list[int], name: str, states: str, logical_shape: list[int], device: torch.device) -> Tensor:
+def _noise_in_graph(
+    at: list[int], name: str, states: str, logical_shape: list[int], _size: list[int], device: torch.device
+) -> Tensor:
     with _stage_at(at) as stage:
         return _noise(stage, name, _read(states), logical_shape, device)
 
 
 @_noise_in_graph.register_fake
-def _(at: list[int], _: str, states: str, shape: list[int], device: torch.device) -> Tensor:
-    with _stage_at(at) as stage:
-        coordinates = _coordinates(stage, _read(states), shape, device)
-    return torch.empty([len(along) for along in coordinates], dtype=torch.float64, device=device)
+def _(_: list[int], __: str, ___: str, ____: list[int], size: list[int], device: torch.device) -> Tensor:
+    return torch.empty(size, dtype=torch.float64, device=device)
 
 
 def _at(stage: Stage) -> list[int]:

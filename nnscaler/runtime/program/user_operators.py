@@ -5,14 +5,17 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Mapping
+from functools import cache
 from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from uuid import uuid4
 
 import torch
 
+from nnscaler.is_user_file import from_package_on
 from nnscaler.manifest import MANIFEST, ManifestError, NoManifest, OperatorFile, read_manifest
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.program.files_that_a_user_file_imports import imported_files
@@ -22,7 +25,20 @@ _NAMESPACE = "nnscaler_user"  # of torch.ops: where `register_op` defines functi
 Origin = tuple[str, str, str]  # registered name, file, qualified name in the file
 
 
-def user_operators(**operators: Origin) -> SimpleNamespace:
+class UserOperators(SimpleNamespace):
+    """The operators of a rank program, by name in its text, and a digest of their code."""
+
+    def __init__(self, digest: str, operators: Mapping[str, Callable[..., Any]]) -> None:
+        super().__init__(**operators)
+        self.__digest = digest
+
+    @staticmethod
+    def digests_in(program: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the digests of the operators that the globals of a program have."""
+        return tuple(found.__digest for found in program.values() if isinstance(found, UserOperators))
+
+
+def user_operators(**operators: Origin) -> UserOperators:
     """Return a namespace with a callable for each operator.
 
     `name=(registered name, file, qualified name)`. The registered name is the one given to `register_op`, or
@@ -33,12 +49,33 @@ def user_operators(**operators: Origin) -> SimpleNamespace:
     """
     caller = sys._getframe(1).f_globals.get("__file__")
     beside = Path(caller).parent if caller else Path.cwd()
-    found = SimpleNamespace(**{local: _find(*origin, beside) for local, origin in operators.items()})
+    found = {local: _find(*origin, beside) for local, origin in operators.items()}
+    digests: list[str] = []
     for file in dict.fromkeys(file for _, file, _ in operators.values()):
         path = locate(file, beside)
         if path is not None:
             check_imports(file, path, beside, loaded=True)
-    return found
+        digests.append(uuid4().hex if path is None and file not in sys.modules else _digest_of_code(file, path))
+    return UserOperators(" ".join(digests), found)
+
+
+@cache
+def _digest_of_code(file: str, path: Path | None) -> str:
+    """Return a digest of a file and those that it imports; without `path`, of the package that a module is in.
+
+    As they are when this process first asks: it goes on with what it has loaded. Of code that nobody knows the place
+    of, the caller takes one that no other process has.
+    """
+    if path is not None:
+        imported = imported_files(path, loaded=True)
+        texts = [digest_of(own) for own in (path, *(imported[name] for name in sorted(imported)))]
+    else:
+        module = Path(sys.modules[file].__file__ or "")
+        inside = Path(from_package_on(str(module)) or module.name)
+        package = module.parents[len(inside.parts) - 2] if len(inside.parts) > 1 else module
+        files = sorted(p for p in package.rglob("*") if p.suffix in (".py", ".so")) if package.is_dir() else [package]
+        texts = [f"{p} {p.stat().st_size} {p.stat().st_mtime_ns}" for p in files]
+    return sha256("\n".join(texts).encode()).hexdigest()
 
 
 def _find(name: str, file: str, qualname: str, beside: Path) -> Callable[..., Any]:

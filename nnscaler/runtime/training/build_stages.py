@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
 from math import prod
 from types import MappingProxyType, ModuleType
 from typing import Any
@@ -22,6 +21,7 @@ from nnscaler.runtime.joint_graphs.change_before_partition import change_joint_g
 from nnscaler.runtime.joint_graphs.gather_again_in_backward import gather_again
 from nnscaler.runtime.joint_graphs.recompute_regions import number_of_region, recompute_regions, regions_in_graphs
 from nnscaler.runtime.keep_freed_memory import give_back_freed_memory
+from nnscaler.runtime.program.user_operators import UserOperators
 from nnscaler.runtime.shards import local_shape, ravel, shard, unravel
 from nnscaler.runtime.stage_base_class import (
     INPUT_GRADIENT,
@@ -237,22 +237,26 @@ def compile_each(
     graphs where they may be."""
     number = communicators.of(communicator)
     leave_in_python([apart, *vars(differentiable_collectives).values()])
-    make = partial(compiled, constant=(dtype_of_run, number_of_region), several=communicator.world_size > 1)
+    constant = (dtype_of_run, number_of_region)
     for stage in stages:
+        operators = UserOperators.digests_in(type(stage).forward.__globals__)
+        make = partial(compiled, constant=constant, several=communicator.world_size > 1, operators=operators)
         stage.graph_number = numbered_stages.of(stage)
         apart_again = _recomputes_apart(stage)
         for axis in () if apart_again else stage.axes:
             setattr(stage, axis, replace(getattr(stage, axis), number=number))
         forward = compiled_with_parameters(stage, gradients, None if apart_again else reads, make)
-        stage.forward = forward if apart_again else _with_changed_graphs(forward)
+        stage.forward = forward if apart_again else _with_changed_graphs(forward, stage.context)
 
 
-def _with_changed_graphs(forward: Callable[..., Any]) -> Callable[..., Any]:
-    calls = count()
+def _with_changed_graphs(forward: Callable[..., Any], context: RunContext) -> Callable[..., Any]:
+    batches: set[int] = set()
 
     def run(**arguments: Any) -> Any:
-        if next(calls) == 1:  # the first one made the graphs
-            give_back_freed_memory()
+        if len(batches) < 2:
+            batches.add(context.passes)
+            if len(batches) == 2:  # the first one made the graphs, in a pipeline that of backward after several calls
+                give_back_freed_memory()
         change_joint_graphs((recompute_regions, gather_again))
         with regions_in_graphs():
             return forward(**arguments)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nnscaler.layout import Sharded
 from nnscaler.runtime import ops
@@ -57,6 +58,14 @@ def test_a_shard_draws_its_piece_of_the_whole(name: str) -> None:
             mine = draw((4, 4, 50), torch.float32, stage(dp, tp), "op", STATES, SHAPE)
             assert torch.equal(mine, piece(whole, dp, tp)), (dp, tp)
     assert not torch.equal(whole, draw(SHAPE, torch.float32, stage(0, 0), "other", {}, SHAPE))
+
+
+def test_a_graph_is_given_the_shape_of_its_draw() -> None:
+    """Ranks with parts of unequal sizes may find each other's graphs, by what nodes are given."""
+    arguments = ([0], "op", "tp Sharded(0, sizes=(4, 3))", [7])
+    with FakeTensorMode():
+        for size in (4, 3):
+            assert torch.ops.nnscaler.noise(*arguments, [size], torch.device("cpu")).shape == (size,)
 
 
 @pytest.mark.parametrize("name", ["dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"])
