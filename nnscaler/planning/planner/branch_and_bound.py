@@ -5,8 +5,9 @@ A configuration has a first bound: one micro-batch takes at least as long as the
 whole batch, divided by the parts of the batch. (Smaller micro-batches start more kernels, read the parameters more
 often, and have the same arithmetic.) When that is the least bound of all, it is replaced by a second one, from the
 fastest choices for its own size of micro-batches that may fit into memory, and then by a finer one. When that still is
-the least, the configuration is solved. The search returns a bound too: the least bound of all configurations that are
-not proved to be slower. A worked example is in `plan`.
+the least, the configuration is solved. Where no configuration that is left can be much better, bounds alone are
+computed, as long as they still make the least one larger. The search returns that too: the least bound of all
+configurations that are not proved to be slower. A worked example is in `find_plan`.
 """
 
 from __future__ import annotations
@@ -132,6 +133,21 @@ Entry = tuple[float, int, tuple[int, ...], Configuration]  # bound, how often it
 
 
 @dataclass(frozen=True)
+class Known:
+    """What searches of other parts of the space found.
+
+    seconds  of a step with their best plan
+    bound    seconds of a step that no plan of theirs goes below
+    """
+
+    seconds: float = float("inf")
+    bound: float = float("inf")
+
+
+NOTHING = Known()
+
+
+@dataclass(frozen=True)
 class Search:
     """The result of a search.
 
@@ -164,12 +180,13 @@ def search(
     permitted: Callable[[Configuration], bool] = lambda _: True,
     progress: Callable[[str], None] = lambda _: None,
     impossible: Callable[[Configuration], bool] = lambda _: False,
-    below: float = float("inf"),
+    known: Known = NOTHING,
 ) -> Search:
     """Return the best configuration of `ranks`, each with `memory` bytes, among those permitted.
 
     `impossible` says whether a configuration has no program. It takes time, and is asked only before one is solved.
-    `below`: seconds of a step that a plan has to be below; the search ends when nothing that is left can be.
+    The search ends where nothing that is left can save a share of `CLOSE` of the best plan, found or `known`, and no
+    cheap bound of it can make what is proved of all, `known` included, any better.
 
     Raises NnscalerError("plan_illegal") where an operation has no choice that is allowed, whatever tp is, and
     Infeasible where no choices go together.
@@ -177,10 +194,11 @@ def search(
     queue, too_large, resting = _queued(subject, ranks, memory, permitted)
     best: Evaluated | None = None
     solved: list[Evaluated] = []
-    undecided = float("inf")
+    undecided, below = float("inf"), known.seconds * (1 - CLOSE)
+    most = min(known.seconds, known.bound)  # that can be proved of all
     while queue:
         bound, depth, order, c = heapq.heappop(queue)
-        if bound >= below:
+        if bound >= below and bound >= min(most, undecided):
             return _result(best, solved, min(undecided, bound), len(queue) + 1, too_large, resting)
         if depth and c.recompute is None and not _chained(subject, c, depth):  # layers are not told apart
             for again in (False, True):
@@ -196,6 +214,8 @@ def search(
             continue
         if impossible(c):
             continue
+        if bound >= below:  # solving it saves too little, and its bound is the least
+            return _result(best, solved, min(undecided, bound), len(queue) + 1, too_large, resting)
         chained = _chained(subject, c, depth)
         found = evaluate_chain(subject, c, memory) if chained else evaluate(subject, c, memory)
         if found is None:
@@ -206,7 +226,7 @@ def search(
         solved.append(found)
         undecided = min(undecided, max(bound, found.bound))
         if found.fits and found.seconds < (below if best is None else best.seconds):
-            best, below = found, found.seconds * (1 - CLOSE)
+            best, below, most = found, found.seconds * (1 - CLOSE), min(most, found.seconds)
             progress(f"{found}: {found.seconds:.4g} s a step")
     return _result(best, solved, undecided, 0, too_large, resting)
 

@@ -125,7 +125,8 @@ def stage_of(
     c: Configuration, numbers: Mapping[str, Numbers], again: ComputedAgain, number: int, start: int, end: int
 ) -> StageEstimate:
     """Estimate one stage. A recomputed layer keeps only what it hands on; while it runs again, all of it is there once
-    more."""
+    more. Where backwards run in halves, W of all stages but the first reads what I has computed again, and it counts
+    as kept: of how many micro-batches it is there is the schedule's, and no more than are alive."""
     devices = c.stage_devices
     ends = {len(devices) - 1: c.at_ends[1], 0: c.at_ends[0]}
     live = c.live(devices[number])  # of its layers; by how often the device runs them
@@ -134,10 +135,12 @@ def stage_of(
     received = float(numbers["sent"][start - 1]) if remote else 0.0
     kept, handed, outside = numbers["kept"], numbers["handed"], numbers["outside"]
     computed = [item for item in range(start, end) if item - 1 in again.layers]
-    held = sum(float(handed[item] if item in computed else kept[item]) for item in range(start, end))
+    until_w = number > 0 and c.figures.in_halves(devices[number], c.chunks) > 0.0
+    light = () if until_w else computed
+    held = sum(float(handed[item] if item in light else kept[item]) for item in range(start, end))
     if not number and 1 in computed:
         held += float(handed[0])
-    once_more = max((float(kept[item] + numbers["gathered"][item]) for item in computed), default=0.0)
+    once_more = max(((kept[i] if i in light else 0.0) + float(numbers["gathered"][i]) for i in computed), default=0.0)
     forward, backward, weights, once, resting, arriving = (
         float(numbers[n][start:end].sum()) for n in ("forward", "backward", "weights", "once", "resting", "arriving")
     )

@@ -80,7 +80,7 @@ from nnscaler.planning.context_and_expert_parallel import contexts
 from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.cost.model_protocol import CostModel
 from nnscaler.planning.parallel_configurations import Configuration
-from nnscaler.planning.planner.branch_and_bound import CLOSE, Search, ranking, search
+from nnscaler.planning.planner.branch_and_bound import NOTHING, Known, Search, ranking, search
 from nnscaler.planning.planner.build_certified_plan import Certificate, certificate, plan_of
 from nnscaler.planning.planner.evaluate_configuration import Evaluated, cuts_of
 from nnscaler.planning.planner.explain_no_plan import explain_no_choice, explain_nothing_found
@@ -168,19 +168,19 @@ def find_plan(
         finer = [(space, space.subject.cut_within_layers()) for space in spaces]
         spaces += [replace(space, subject=cut) for space, cut in finer if cut is not None]
         tried: list[tuple[_Space, Search | NnscalerError]] = []
-        known = INFINITE
+        known = NOTHING
         for space in spaces:
-            below = known * (1 - CLOSE) if space.subject.within_layers else INFINITE  # whole layers are easier to read
-            try:
-                found = space.look(limit, progress, below)
+            try:  # whole layers are easier to read: cuts within them have to save some of what is known
+                found = space.look(limit, progress, known if space.subject.within_layers else NOTHING)
             except NnscalerError as error:
                 if error.code not in ("plan_too_large", "plan_illegal"):
                     raise
                 tried.append((space, error))
                 continue
             tried.append((space, found))
-            known = known if found.best is None else min(known, found.best.seconds)
-        if known == INFINITE:
+            seconds = INFINITE if found.best is None else found.best.seconds
+            known = Known(min(known.seconds, seconds), min(known.bound, found.bound))
+        if known.seconds == INFINITE:
             raise _why_nothing(tried, limit)
         return _fastest([(space, found) for space, found in tried if isinstance(found, Search)], limit)
 
@@ -236,14 +236,14 @@ class _Space:
     progress: Callable[[str], None]
     refusals: dict[tuple[int, int], str | None] = field(default_factory=dict)
 
-    def look(self, limit: float, progress: Callable[[str], None], below: float = INFINITE) -> Search:
-        """Search within so many bytes of a rank. `below`: seconds of a step that a plan has to be below.
+    def look(self, limit: float, progress: Callable[[str], None], known: Known = NOTHING) -> Search:
+        """Search within so many bytes of a rank. `known`: what searches of other parts of the space found.
 
         Raises NnscalerError("plan_illegal") where the constraints leave an operation no choice.
         """
         subject, ranks = self.subject, self.cluster.devices
         try:
-            return search(subject, ranks, limit, self._allowed, progress, self._impossible, below)
+            return search(subject, ranks, limit, self._allowed, progress, self._impossible, known)
         except (Infeasible, NnscalerError) as error:
             raise explain_no_choice(subject, self.constraint, self.cluster, error) from None
 

@@ -6,6 +6,7 @@ import pytest
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import element_bytes
+from nnscaler.ir.operation_annotations import signatures
 from nnscaler.planning.cluster.description import load_cluster
 from nnscaler.planning.constraints import all_of, sizes
 from nnscaler.planning.cost.analytic import AnalyticCost
@@ -157,6 +158,18 @@ def test_few_layers_are_cut_within() -> None:
     more = len(layers_of(graph)) + 1
     wide = find_plan(graph, subject.signatures, load_cluster("h100x8").scaled(more), constraint=sizes(pp=more))
     assert wide.best.configuration.pp == wide.plan.stages == more
+
+
+def test_cuts_within_layers_that_save_nothing_leave_the_bound_as_tight_as_it_was() -> None:
+    """A second search ends with bounds that are as fine as those of the first one."""
+    graph, cluster, asked = graph_of("gpt"), load_cluster("a100x8").scaled(4), sizes(tp=1, micro_batches=1)
+    subject = PlanningCache(graph, dict(signatures(graph)), AnalyticCost(cluster), asked)
+    whole = search(subject, 4, PLENTY, asked.permits)
+    found = find_plan(graph, subject.signatures, cluster, constraint=asked, memory=MemoryBudget(PLENTY))
+    assert whole.best is not None and whole.bound == whole.best.seconds
+    assert (found.best.seconds, found.certificate.bound) == (whole.best.seconds, whole.bound)
+    assert found.certificate.left > whole.left  # cuts within layers, of which none was solved
+    assert found.certificate.solved == len(whole.solved)
 
 
 def test_nothing_fits_into_stages_within_layers() -> None:

@@ -12,7 +12,8 @@ from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.cost.model_protocol import Overheads
 from nnscaler.planning.parallel_configurations import Configuration
 from nnscaler.planning.planner.build_certified_plan import plan_of
-from nnscaler.planning.planner.evaluate_configuration import Evaluated, evaluate
+from nnscaler.planning.planner.estimate_stages import ComputedAgain
+from nnscaler.planning.planner.evaluate_configuration import Evaluated, evaluate, evaluated
 from nnscaler.planning.sharding.zero_stages import ZERO_1, ZERO_2, ZERO_3
 from nnscaler.scheduling.registry import get_schedule
 from nnscaler.transform.apply import apply_plan
@@ -106,3 +107,16 @@ def test_pipelines_cost_about_what_was_planned(c: Configuration) -> None:
         assert memory.activations <= stage.kept * 1.05  # labels and masks that several stages hold are counted once
         if c.zero in (1, 2):
             assert memory.total <= stage.memory * 1.05
+
+
+@pytest.mark.parametrize(("schedule", "spared"), [("1f1b", True), ("zb-h1", False)])
+def test_layers_computed_again_are_kept_until_the_second_half_of_a_backward(schedule: str, spared: bool) -> None:
+    """W reads what I has computed again: where backwards run in halves, only the first stage is spared anything."""
+    c = Configuration(tp=2, pp=2, micro_batches=4, recompute=True, schedule=get_schedule(schedule))
+    found, _, held = programmed("gpt", c)
+    for stage, memory in zip(found.stages, held, strict=True):
+        assert memory.activations <= stage.kept * 1.05
+    edges = [*(stage.items[0] for stage in found.stages), found.stages[-1].items[1]]
+    own = found.tables, found.weights, found.choices
+    whole = evaluated(subject_of("gpt", c.ranks), c, *own, ComputedAgain(), edges)
+    assert [again.kept < one.kept for again, one in zip(found.stages, whole.stages, strict=True)] == [True, spared]
