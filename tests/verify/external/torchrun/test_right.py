@@ -61,6 +61,7 @@ TURNS, PART = "in turn", "on each data part by itself"
         pytest.param("gpt_train.py --compiled=", 3, TURNS, marks=pytest.mark.long),
         pytest.param("gpt_train.py --batch_size=2", 4, TURNS, marks=pytest.mark.long),
         pytest.param("accumulate.py", 2, WHOLE, marks=pytest.mark.long),
+        pytest.param("accumulate.py --sharded", 3, WHOLE, marks=pytest.mark.long),
         ("accumulate.py --batch-norm", 3, PART),
         pytest.param("accumulate.py --batch-norm --unsent", 3, PART, marks=pytest.mark.long),
         ("accumulate.py --batch-norm --sync", 3, WHOLE),

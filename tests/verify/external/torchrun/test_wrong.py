@@ -62,6 +62,7 @@ from verify.results.verdict import Verdict
         pytest.param(
             "by_hand.py --broken norm", 2, "gradient_norm_differs", "missing_reduction", marks=pytest.mark.long
         ),
+        pytest.param("accumulate.py --sharded --broken first", 2, "gradient_differs", "differs", marks=pytest.mark.long),
         ("accumulate.py --broken clip", 2, "gradient_norm_differs", "missing_reduction"),
         ("flat_shards.py --broken clip", 2, "gradient_norm_differs", "missing_reduction"),
         pytest.param(
@@ -163,6 +164,14 @@ def test_numbers_of_optimizers_that_differ_are_told() -> None:
     report = verified("by_hand.py --broken rate", 2)
     assert [finding.code for finding in report.findings] == ["parameter_differs"], told(report)
     assert "in step 0, the optimizer's lr is 0.2 on rank 1, and 0.1 on rank 0" in report.notes, told(report)
+
+
+@pytest.mark.long
+def test_what_differs_last_is_told_of_the_reference_that_agrees_until_then() -> None:
+    """By the mean over the data parts, a loss over the labels of all ranks would be a factor too large."""
+    report = verified("loops.py counts --tensor --broken decay", 2)
+    assert {finding.code for finding in report.findings} == {"parameter_differs"}, told(report)
+    assert all("on rank 1" in finding.message for finding in report.findings), told(report)
 
 
 def test_replicas_that_nobody_made_equal() -> None:
