@@ -231,6 +231,9 @@ def test_what_cannot_be_compared_is_named(command: str, words: str) -> None:
             "sampler.py --broken sampler --evaluate", 2, "ranks 0 and 1 train on the same rows", marks=pytest.mark.long
         ),
         pytest.param("by_hand.py --broken same", 3, "ranks 0 and 1 and 2 take in", marks=pytest.mark.long),
+        pytest.param(
+            "sampler.py --broken seed", 2, "samplers give rows to several ranks: of the 240", marks=pytest.mark.long
+        ),
         (
             "accumulate.py --broken overlap",
             2,
