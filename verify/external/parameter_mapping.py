@@ -30,8 +30,8 @@ from nnscaler.runtime.tensor_bits_and_differences import FILL, as_real, bits_of,
 from verify.programs.module_tensors_by_every_name import Kind, state_of
 
 Addresses = range | Tensor  # a run of addresses, or one for each element of the local tensor, flattened
-_WRAPPERS = re.compile(  # the last two are those of stages that `torch.distributed.pipelining` traces
-    r"module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_flat_param|parametrizations|split_gm|submod_pp_\d+"
+_WRAPPERS = frozenset(
+    ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_flat_param", "parametrizations")
 )
 _SAME = 8  # elements of one value among which the right one is looked for
 _REARRANGED = 0.5  # of a tensor's elements: more of them in the model's are no accident
@@ -234,7 +234,7 @@ def clean_name(name: str) -> str:
 
     A parametrisation of several tensors has `original0` and `original1`, which stay two.
     """
-    parts = [part for part in name.split(".") if not _WRAPPERS.fullmatch(part)]
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
     if "parametrizations" in name.split(".") and parts[-1] == "original":
         parts.pop()
     return ".".join(parts)
