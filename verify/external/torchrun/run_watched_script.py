@@ -107,7 +107,7 @@ def _undeferred() -> list[Change]:
 
     def at_once(set_requires: Callable[..., None]) -> Callable[..., None]:
         def called(module: FSDPModule, required: bool, **named: Any) -> None:
-            by_torch = sys._getframe(1).f_globals.get("__name__", "").startswith("torch.")  # schedules reduce in the end
+            by_torch = sys._getframe(1).f_globals.get("__name__", "").startswith("torch.")  # its schedules do
             set_requires(module, required or not by_torch, **named)
 
         return called

@@ -22,9 +22,9 @@ from verify.external.torchrun.find_ranks_with_same_rows import (
     counts_for_each_rank,
     replicas,
     rows_of_others,
-    sampled_twice,
     same_rows,
     same_where_trained,
+    sampled_twice,
 )
 from verify.external.torchrun.match_one_rank import Layout, NoParts, material_of, parts_of, unequal_starts
 from verify.external.torchrun.rerun_with_other_gradient_sizes import (

@@ -55,6 +55,7 @@ TURNS, PART = "in turn", "on each data part by itself"
         pytest.param("attention.py --context", 2, OWN, marks=pytest.mark.long),
         pytest.param("pipeline.py", 2, OWN, marks=pytest.mark.long),
         pytest.param("pipeline.py --schedule 1f1b", 3, OWN, marks=pytest.mark.long),
+        pytest.param("pipeline.py --traced --layers 4", 2, OWN, marks=pytest.mark.long),
         pytest.param("pipeline.py --clip", 2, OWN, marks=pytest.mark.long),
         pytest.param("pipeline.py --schedule 1f1b", 4, OWN, marks=pytest.mark.long),
         ("gpt_train.py", 2, TURNS),

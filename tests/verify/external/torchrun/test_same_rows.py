@@ -29,7 +29,9 @@ def sampler(rank: int, replicas: int = 3, rows: int = 31, seed: int = 0, last: b
 @pytest.mark.parametrize("rows", [2, 30, 31])
 @pytest.mark.parametrize("last", [False, True])
 def test_rows_that_fill_up_the_last_batch_are_no_mistake(rows: int, last: bool) -> None:
-    assert sampled_twice(records(*(sampler(rank, rows=rows, last=last) for rank in range(3))), Layout((0, 1, 2))) is None
+    assert (
+        sampled_twice(records(*(sampler(rank, rows=rows, last=last) for rank in range(3))), Layout((0, 1, 2))) is None
+    )
 
 
 def test_all_rows_on_every_rank_are_meant() -> None:
@@ -41,7 +43,10 @@ def test_a_seed_that_depends_on_the_rank_is_told() -> None:
     found = sampled_twice(records(*(sampler(rank, seed=rank) for rank in range(3))), Layout((0, 1, 2)))
     assert found is not None
     assert "of the 33 rows that all ranks take in the first epoch (batch 1), " in found[1].message
-    assert found[1].cause == "they shuffle by other numbers, seed and epoch together: 0 on rank 0, 1 on rank 1, 2 on rank 2"
+    assert (
+        found[1].cause
+        == "they shuffle by other numbers, seed and epoch together: 0 on rank 0, 1 on rank 1, 2 on rank 2"
+    )
 
 
 def test_a_place_that_two_of_three_ranks_have_is_told() -> None:

@@ -26,6 +26,9 @@ from verify.results.verdict import Verdict
             "tensor_parallel.py --broken norm", 2, "gradient_differs", "missing_reduction", marks=pytest.mark.long
         ),
         pytest.param("pipeline.py --broken scale", 2, "gradient_differs", "scaled", marks=pytest.mark.long),
+        pytest.param(
+            "pipeline.py --traced --broken scale --layers 4", 2, "gradient_differs", "scaled", marks=pytest.mark.long
+        ),
         ("pipeline.py --broken layer --layers 4", 2, "parameter_not_held", "differs"),
         pytest.param("gpt_train.py --broken=sync", 2, "gradient_differs", "missing_reduction", marks=pytest.mark.long),
         pytest.param(
@@ -62,7 +65,9 @@ from verify.results.verdict import Verdict
         pytest.param(
             "by_hand.py --broken norm", 2, "gradient_norm_differs", "missing_reduction", marks=pytest.mark.long
         ),
-        pytest.param("accumulate.py --sharded --broken first", 2, "gradient_differs", "differs", marks=pytest.mark.long),
+        pytest.param(
+            "accumulate.py --sharded --broken first", 2, "gradient_differs", "differs", marks=pytest.mark.long
+        ),
         ("accumulate.py --broken clip", 2, "gradient_norm_differs", "missing_reduction"),
         ("flat_shards.py --broken clip", 2, "gradient_norm_differs", "missing_reduction"),
         pytest.param(
