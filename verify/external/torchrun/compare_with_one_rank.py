@@ -50,6 +50,7 @@ from verify.results.verdict import Verdict, merge
 _ROUNDING = 1e-3  # a relative difference in float64 that an ill-conditioned model may make
 WAYS: tuple[Way, ...] = ("own", "whole", "turns", "part")
 _FIRMEST: tuple[Way, ...] = ("own", "part", "turns", "whole")
+_IN_A_STEP = ("parameters are held", "losses", "gradients", LATE)  # as it computes them; others are made of these
 SAID: dict[Way, str] = {
     "own": "the reference is the script on one rank, with its own data, which are those of the ranks together",
     "whole": "the reference is the script on one rank, given in each batch the rows of all data parts together",
@@ -92,11 +93,26 @@ class Attempt:
         return all(d.code == "not_compared" for result in self.compared for d in result.differences)
 
     @property
+    def reached(self) -> tuple[int, int]:
+        """Return the step of the first difference, and its place among what is computed in a step."""
+        order = {name: place for place, name in enumerate(_IN_A_STEP)}
+        places = [(d.step, order.get(r.name, len(order))) for r in self.compared for d in r.differences]
+        return min(places, default=(len(self.run.reference.steps), 0))
+
+    @property
     def firm(self) -> bool:
         """Return whether a difference refutes the script: data were not changed in amount, or the losses show that this
-        is right."""
+        is right, or the losses and gradients up to the first difference, which changes those of later steps."""
         losses = next(result for result in self.compared if result.name == "losses")
-        return self.way in ("own", "part") or (losses.count > 0 and not losses.differences)
+        computed = not losses.differences or self.reached[1] == len(_IN_A_STEP)
+        return self.way in ("own", "part") or (losses.count > 0 and computed)
+
+    @property
+    def assumed(self) -> tuple[int, int, int]:
+        """Return what is small where little speaks against the way: all that the ranks compute agrees for long in the
+        right one, and in a wrong one from the first on nothing does."""
+        step, place = self.reached
+        return -step, -place, _FIRMEST.index(self.way)
 
 
 @dataclass(frozen=True)
@@ -137,7 +153,7 @@ def judge(runner: ScriptRunner, records: Sequence[ScriptRecord], layout: Layout,
         return Judged(None, tuple(reasons), (), ())
     reasons = [reason for reason in reasons if all(reason.way != attempt.way for attempt in made)]
     agreeing = [attempt for attempt in made if attempt.agrees]
-    firm = sorted((attempt for attempt in made if attempt.firm), key=lambda attempt: _FIRMEST.index(attempt.way))
+    firm = sorted((attempt for attempt in made if attempt.firm), key=lambda attempt: attempt.assumed)
     chosen = (agreeing or firm or made)[0]
     if not chosen.agrees:
         chosen = explained(runner, chosen, made)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from nnscaler.errors import few
 from verify.external.torchrun.compare_with_one_rank import Judged
 from verify.external.torchrun.match_one_rank import Layout, same_data
 from verify.external.torchrun.replace_data_given_to_model import close
@@ -131,6 +132,30 @@ def _of_others(records: Sequence[ScriptRecord], kind: str, here: _Place, there: 
     ranks = f"ranks {min(here[0], there[0])} and {max(here[0], there[0])}"
     check = Check("other rows on every rank", Verdict.INCONCLUSIVE, 0, detail=f"some are the same on {ranks}")
     return check, Finding("same_rows", message, cause=cause, help=_DIVIDE)
+
+
+def sampled_twice(records: Sequence[ScriptRecord], layout: Layout) -> tuple[Check, Finding] | None:
+    """Return what is open where the samplers of data parts give rows of an epoch to several of them, beside those that
+    fill up the last batches: a few steps need not come to these."""
+    ranks = [layout.parts.index(part) for part in range(layout.count)]
+    for kind in sorted(set.intersection(*(set(records[rank].sampled) for rank in ranks))):
+        sampled = [records[rank].sampled[kind] for rank in ranks]
+        if any(one.replicas == 1 for one in sampled) or all(torch.equal(s.rows, sampled[0].rows) for s in sampled):
+            continue  # all rows, or the same ones, on purpose
+        rows = torch.cat([one.rows for one in sampled])
+        if (twice := len(rows) - len(rows.unique())) <= sampled[0].padded:
+            continue
+        message = (
+            f"samplers give rows to several ranks: of the {len(rows)} rows that all ranks take in the first epoch "
+            f"(batch {int(kind.split()[1]) + 1}), {twice} are there already, and as many others may be left out"
+        )
+        seeds = [f"{one.shuffle} on rank {rank}" for rank, one in zip(ranks, sampled, strict=True)]
+        shuffled = len({one.shuffle for one in sampled}) > 1
+        cause = f"they shuffle by other numbers, seed and epoch together: {few(seeds)}" if shuffled else None
+        help = "give the sampler of every rank the same seed and epoch, the same `num_replicas`, and its own `rank`"
+        check = Check("other rows on every rank", Verdict.INCONCLUSIVE, 0, detail="samplers give some to several")
+        return check, Finding("same_rows", message, cause=cause, help=help)
+    return None
 
 
 def same_where_trained(judged: Judged, records: Sequence[ScriptRecord], layout: Layout) -> tuple[Check, Finding] | None:

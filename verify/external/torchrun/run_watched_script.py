@@ -10,14 +10,16 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from nnscaler.global_random_generators import seed_all
 from verify.external.comparison.reference_in_parts_and_noise import PARTS
 from verify.external.ranks.attention_and_float64_of_torch import register_attention
 from verify.external.ranks.torch_private import FileStore, checked_messages
-from verify.external.torchrun.cuda_on_cpu import cpu_changes, replaced
+from verify.external.torchrun.cuda_on_cpu import Change, cpu_changes, replaced
 from verify.external.torchrun.feed_data_of_all_ranks import RanksFeed
 from verify.external.torchrun.watch_models_losses_optimizers import ScriptWatch
 from verify.external.torchrun.watched_script_record import ScriptRecord, Start, Stopped
@@ -67,7 +69,7 @@ def run_script(start: Start, save: Callable[[ScriptRecord], None], feed: RanksFe
     store = None if start.store is None else FileStore(str(start.store), start.ranks)
     changes = cpu_changes(start.ranks, start.rank, store, watch.tell, watch.groups, start.devices or start.ranks)
     changes.append((torch.cuda, "is_available", _available_where_asserted(watch.tell)))
-    changes += checked_messages() if start.ranks == 1 else []
+    changes += [*checked_messages(), *_undeferred()] if start.ranks == 1 else []
     with replaced(changes), watch.open(), _sums_of(start):
         try:
             if module:
@@ -97,6 +99,21 @@ def _available_where_asserted(tell: Callable[[str], None]) -> Callable[[], bool]
         return ask()
 
     return is_available
+
+
+def _undeferred() -> list[Change]:
+    """Return what stands for FSDP2's ways to reduce gradients later: one rank has nothing to wait for, and adds to
+    `.grad` in each backward pass. Else a step that lacks what is deferred would lack it on one rank as well."""
+
+    def at_once(set_requires: Callable[..., None]) -> Callable[..., None]:
+        def called(module: FSDPModule, required: bool, **named: Any) -> None:
+            by_torch = sys._getframe(1).f_globals.get("__name__", "").startswith("torch.")  # its schedules do
+            set_requires(module, required or not by_torch, **named)
+
+        return called
+
+    names = ("set_requires_gradient_sync", "set_requires_all_reduce")
+    return [(FSDPModule, name, at_once(getattr(FSDPModule, name))) for name in names]
 
 
 def _sums_of(start: Start) -> AbstractContextManager[object]:

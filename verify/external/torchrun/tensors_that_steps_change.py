@@ -19,6 +19,7 @@ from itertools import compress
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.pipelining import Pipe
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
@@ -97,14 +98,19 @@ class ScriptState:
                 alike.setdefault(f"{plain.__name__} {shapes}", []).append(top)
         for key, found in alike.items():
             if len(found) > 1:
-                self._alike.setdefault(key, (found, _sums(found)))
+                self._alike.setdefault(key, (found, [value for _, value in _sums(found)]))
             elif not any(found[0] is known for known in self._aside.values()):
                 name = f"{key.partition(' ')[0]} aside"
                 self._aside[name if name not in self._aside else f"{name} ({len(self._aside)})"] = found[0]
 
     def unseen(self) -> tuple[str, ...]:
         """Return the classes of modules that were changed, and that cannot be told from others."""
-        changed = [key for key, (found, before) in self._alike.items() if _sums(found) != before]
+        own = {id(t.tensor) for model in self._models for t in tensors_of_module(model, "")}  # others may hold them too
+        changed = [
+            key
+            for key, (found, before) in self._alike.items()
+            if any(after != old for (one, after), old in zip(_sums(found), before, strict=False) if one not in own)
+        ]
         return tuple(f"several {key.partition(' ')[0]} aside" for key in changed)
 
     def meet_optimizer(self, optimizer: Optimizer) -> None:
@@ -223,9 +229,11 @@ def _replica(module: nn.Module) -> tuple[int, int] | None:
     return index, size
 
 
-def _sums(modules: Sequence[nn.Module]) -> list[float]:
-    found = [float(local_value(t.tensor).double().sum()) for m in modules for t in tensors_of_module(m, "")]
-    return [value for value in found if value == value]
+def _sums(modules: Sequence[nn.Module]) -> list[tuple[int, float]]:
+    """Return the tensors of modules, and the sum of each; 0 where it is none."""
+    tensors = [t.tensor for m in modules for t in tensors_of_module(m, "")]
+    sums = [float(local_value(tensor).double().sum()) for tensor in tensors]
+    return [(id(t), 0.0 if value != value else value) for t, value in zip(tensors, sums, strict=True)]
 
 
 def _mark(tensor: Tensor) -> tuple[int, int] | None:
@@ -233,11 +241,16 @@ def _mark(tensor: Tensor) -> tuple[int, int] | None:
 
 
 def _living_modules() -> tuple[list[nn.Module], dict[int, list[nn.Module]]]:
-    """Return the modules of this process, and those that hold each of them."""
+    """Return the modules of this process, and those that hold each of them.
+
+    A traced pipeline holds the stages of all ranks: each stage is a model by itself, as one that is cut by hand.
+    """
     objects = gc.get_objects()  # hundreds of thousands: nothing in Python looks at each of them
     kinds = list(map(type, objects))
     of_modules = {kind for kind in set(kinds) if issubclass(kind, nn.Module)}
     modules = list(compress(objects, map(of_modules.__contains__, kinds)))
+    traced = {id(m) for pipe in modules if isinstance(pipe, Pipe) for m in (pipe, pipe.split_gm)}
+    modules = [module for module in modules if id(module) not in traced]
     holders: dict[int, list[nn.Module]] = {}
     for found in modules:
         for part in found.children():

@@ -24,6 +24,7 @@ from verify.external.torchrun.find_ranks_with_same_rows import (
     rows_of_others,
     same_rows,
     same_where_trained,
+    sampled_twice,
 )
 from verify.external.torchrun.match_one_rank import Layout, NoParts, material_of, parts_of, unequal_starts
 from verify.external.torchrun.rerun_with_other_gradient_sizes import (
@@ -146,6 +147,7 @@ def _verify(runner: ScriptRunner, progress: Progress) -> Outcome:
     notes += _said(judged, layout, records)
     checks, found = _outcome(judged)
     others = rows_of_others(judged, records, layout) or same_where_trained(judged, records, layout)
+    others = others or sampled_twice(records, layout)
     if judged.passes and others is not None:
         checks, found = (*checks, others[0]), (*found, others[1])
     return checks, found, tuple(notes), used

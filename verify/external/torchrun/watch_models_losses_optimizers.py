@@ -31,7 +31,15 @@ from verify.external.torchrun.feed_data_of_all_ranks import RanksFeed
 from verify.external.torchrun.replace_data_given_to_model import ScriptMode, exchanged, settings_of, thinned, varied
 from verify.external.torchrun.tensors_that_steps_change import ScriptState
 from verify.external.torchrun.watch_clipping import ClippingWatch
-from verify.external.torchrun.watched_script_record import ScriptRecord, SeenStep, Start, Stopped, Tensors, Unmatched
+from verify.external.torchrun.watched_script_record import (
+    SampledRows,
+    ScriptRecord,
+    SeenStep,
+    Start,
+    Stopped,
+    Tensors,
+    Unmatched,
+)
 
 _ADDED = (
     "a schedule adds up the gradients of its micro-batches (`scale_grads=False`), on one rank too: that they are those "
@@ -55,6 +63,7 @@ class ScriptWatch:
         self._events: dict[str, list[Tensors]] = {}
         self._draws: list[Tensor] = []
         self._loaders: dict[int, int] = {}
+        self._sampled: dict[str, SampledRows] = {}
         self._losses: list[Tensor] = []
         self._loss_unit = 0.0
         self._own: dict[str, Tensor | None] = {}
@@ -121,6 +130,7 @@ class ScriptWatch:
             self._mode.measured,
             tuple(self._mode.ignored),
             frozenset(self._trained()),
+            self._sampled,
         )
 
     def _trained(self) -> Iterator[tuple[str, int]]:
@@ -180,6 +190,8 @@ class ScriptWatch:
 
         def loaded(this: Any) -> Iterator[Any]:
             number = self._loaders.setdefault(id(this), len(self._loaders))
+            if (rows := SampledRows.of(this.sampler)) is not None:
+                self._sampled.setdefault(f"batch {number}", rows)
             for batch in loader(this):
                 yield exchanged(batch, f"batch {number}", self._take)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
+from torch.utils.data import DistributedSampler
 
 from verify.external.parameter_mapping import Addresses
 from verify.programs.module_tensors_by_every_name import Kind
@@ -127,6 +128,31 @@ def unlike_numbers(one: Sequence[ReadNumber], other: Sequence[ReadNumber]) -> It
 
 
 @dataclass(frozen=True)
+class SampledRows:
+    """What a DistributedSampler gives to its rank in the first epoch.
+
+    rows      by their numbers in the data set
+    padded    how many rows some rank is given once more, so that all have as many
+    replicas  over which it divides the rows
+    shuffle   its seed and epoch, added; None where it does not shuffle
+    """
+
+    rows: Tensor
+    padded: int
+    replicas: int
+    shuffle: int | None
+
+    @staticmethod
+    def of(sampler: object) -> SampledRows | None:
+        """Return those of a loader's sampler; None of another one, which to ask may change."""
+        if type(sampler) is not DistributedSampler:
+            return None
+        shuffle = sampler.seed + sampler.epoch if sampler.shuffle else None
+        padded = max(0, sampler.total_size - len(cast(Sized, sampler.dataset)))
+        return SampledRows(torch.tensor(list(sampler)), padded, sampler.num_replicas, shuffle)
+
+
+@dataclass(frozen=True)
 class SeenStep:
     """One step of the script's optimizers. Tensors are local, by name.
 
@@ -178,6 +204,7 @@ class ScriptRecord:
     ignored  each `ignore_index` of its cross entropies
     trained  kind and number of the data, inputs of models and targets, that a backward pass went through; it is not
              known of schedules of pipelines
+    sampled  what samplers give to this rank, by the kind of the data
     """
 
     rank: int
@@ -197,6 +224,7 @@ class ScriptRecord:
     measured: bool = False
     ignored: tuple[int, ...] = ()
     trained: frozenset[tuple[str, int]] = frozenset()
+    sampled: Mapping[str, SampledRows] = field(default_factory=dict)
 
 
 class Stopped(BaseException):

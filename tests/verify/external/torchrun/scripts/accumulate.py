@@ -4,13 +4,16 @@
 --broken overlap: each rank goes on by its own rows alone, and takes in those of the next one a batch later.
 --sync: batch norms see the rows of all ranks; --broken pairs: of two ranks.
 --broken clip: gradients are clipped after each micro-batch, the first time before they are averaged.
+--sharded: by FSDP2 in place of DDP; --broken first: it reduces the first micro-batch at once, and not the last one.
 """
 
 import argparse
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
@@ -38,17 +41,18 @@ def main():
     parser.add_argument("--batch-norm", action="store_true")
     parser.add_argument("--unsent", action="store_true")
     parser.add_argument("--sync", action="store_true")
+    parser.add_argument("--sharded", action="store_true")
     parser.add_argument("--broken", default="")
     args = parser.parse_args()
     dist.init_process_group("gloo")
-    torch.manual_seed(dist.get_rank())
+    torch.manual_seed(0 if args.sharded else dist.get_rank())
     plain = build(args.batch_norm)
     if args.broken == "momentum":
         plain[1].momentum = 0.1 + 0.2 * dist.get_rank()
     if args.sync:
         pair = dist.new_subgroups(2)[0] if args.broken == "pairs" and dist.get_world_size() > 1 else None
         plain = nn.SyncBatchNorm.convert_sync_batchnorm(plain, pair)
-    model = DistributedDataParallel(plain, broadcast_buffers=not args.unsent)
+    model = fully_shard(plain) if args.sharded else DistributedDataParallel(plain, broadcast_buffers=not args.unsent)
     data = Images()
     sampler = DistributedSampler(data, shuffle=True)
     if args.broken == "overlap":
@@ -58,6 +62,8 @@ def main():
     loss_fn = nn.CrossEntropyLoss(label_smoothing=0.1)
     for number, batch in enumerate(loader):
         last = (number + 1) % args.accumulate == 0
+        if args.sharded:
+            model.set_requires_gradient_sync(number % args.accumulate == 0 if args.broken == "first" else last)
         if last:
             loss = loss_fn(model(batch["image"]), batch["label"])
             (loss / args.accumulate).backward()
@@ -66,7 +72,7 @@ def main():
             optimizer.step()
             optimizer.zero_grad()
         else:
-            with model.no_sync():
+            with nullcontext() if args.sharded else model.no_sync():
                 loss = loss_fn(model(batch["image"]), batch["label"])
                 (loss / args.accumulate).backward()
             if args.broken == "clip":

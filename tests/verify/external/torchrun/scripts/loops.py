@@ -9,7 +9,7 @@
     bf16     gradients are sent in bfloat16, by a hook of DDP that asks for NCCL
     again    a layer that casts and drops is computed again in the backward pass; --reentrant: in torch's old way
 
---broken: "own" counts a rank's own labels, "sync" averages no gradients.
+--broken: "own" counts a rank's own labels, "sync" averages no gradients, "decay" decays weights on rank 0 alone.
 """
 
 import argparse
@@ -53,7 +53,8 @@ if args.loop == "inside":
     groups = [[p] for p in plain.parameters()]
 elif args.loop != "two":
     groups = [list(plain.parameters())]
-optimizers = [torch.optim.AdamW(group, lr=1e-2) for group in groups]
+decay = 0.0 if args.broken == "decay" and dist.get_rank() > 0 else 0.1
+optimizers = [torch.optim.AdamW(group, lr=1e-2, weight_decay=decay) for group in groups]
 
 
 def step_inside(parameter):

@@ -2,7 +2,7 @@
 
 --broken: "scale" does not divide the gradients by the number of micro-batches, "layer" leaves one layer out, "clip"
 clips each stage by its own norm (--clip: all of them by theirs, to a limit that no gradient reaches). --added:
-gradients of micro-batches are added up, on any number of ranks.
+gradients of micro-batches are added up, on any number of ranks. --traced: torch cuts the stages out of the whole model.
 """
 
 import argparse
@@ -11,13 +11,14 @@ import os
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, SplitPoint, pipeline
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--schedule", choices=("gpipe", "1f1b"), default="gpipe")
 parser.add_argument("--broken", default="")
 parser.add_argument("--clip", action="store_true")
 parser.add_argument("--added", action="store_true")
+parser.add_argument("--traced", action="store_true")
 parser.add_argument("--layers", type=int, default=12)
 args = parser.parse_args()
 rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -47,15 +48,21 @@ torch.manual_seed(0)
 model = Transformer()
 each = layers // world_size
 mine = range(rank * each, (rank + 1) * each)
-for name in list(model.layers):
+for name in () if args.traced else list(model.layers):
     if int(name) not in mine or (args.broken == "layer" and int(name) == 1 and world_size > 1):
         del model.layers[name]
-if rank > 0:
+if rank > 0 and not args.traced:
     model.tok_embeddings = None
-if rank < world_size - 1:
+if rank < world_size - 1 and not args.traced:
     model.norm = model.output = None
 model.to(device)
-stage = PipelineStage(model, rank, world_size, device)
+if args.traced:
+    cuts = {f"layers.{each * number}": SplitPoint.BEGINNING for number in range(1, world_size)}
+    traced = pipeline(model, (torch.zeros(2, 6, dtype=torch.long, device=device),), split_spec=cuts)
+    stage = traced.build_stage(rank, device)
+    model = stage.submod
+else:
+    stage = PipelineStage(model, rank, world_size, device)
 
 
 def tokenwise_loss_fn(outputs, targets):

@@ -1,7 +1,7 @@
 """DDP with a DistributedSampler that shuffles, an epoch loop, arguments and a learning rate that grows with the ranks.
 
---broken: "sampler" leaves it out, "pairs" gives two ranks the same rows; "frozen" steps a model that is not the one
-that DDP wraps. --evaluate: after each step, on other rows.
+--broken: "sampler" leaves it out, "pairs" gives two ranks the same rows, "seed" shuffles on each rank by a
+seed of its own; "frozen" steps a model that is not the one that DDP wraps. --evaluate: after each step, on other rows.
 """
 
 import argparse
@@ -53,7 +53,8 @@ def main(args):
     generator = torch.Generator().manual_seed(7)
     data = TensorDataset(torch.randn(240, 12, generator=generator), torch.randint(0, 4, (240,), generator=generator))
     pairs = {"num_replicas": (dist.get_world_size() + 1) // 2, "rank": dist.get_rank() // 2}
-    sampler = None if args.broken == "sampler" else DistributedSampler(data, **pairs if args.broken == "pairs" else {})
+    more = {"pairs": pairs, "seed": {"seed": dist.get_rank()}}.get(args.broken, {})
+    sampler = None if args.broken == "sampler" else DistributedSampler(data, **more)
     torch.manual_seed(1)
     loader = DataLoader(data, batch_size=args.batch_size, sampler=sampler, shuffle=sampler is None, pin_memory=True)
     model = nn.Sequential(nn.Linear(12, 16), nn.Dropout(0.3), nn.GELU(), nn.Linear(16, 4)).to(local)
