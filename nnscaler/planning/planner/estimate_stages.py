@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,6 +77,8 @@ def item_numbers(
     sent                bytes of one micro-batch that a cut after the item has to send: what it hands on; in a model
                         without numbered layers, where what skips some items is usual, all that is read after it
     arriving            bytes of gradients that are whole when a backward ends
+    shared              [readers, 3]: of tensors that several items read, two readers one after the other, and the bytes
+                        that rest with each: a stage that has the second alone holds a copy
     """
     count = len(subject.layers) + 2
     names = ("forward", "backward", "weights", "once", "resting", "kept", "outside", "gathered", "handed", "arriving")
@@ -95,6 +98,7 @@ def item_numbers(
         cost = table[choices[first], choices[second]]
         total["forward"][items[second]] += cost / 2
         total["backward"][items[second]] += cost / 2
+    total["shared"] = _shared(subject, tables, choices)
     if not subject.blocks:
         return {**total, "sent": total["handed"]}
     for one in again.outputs:  # while one is there once more, what was kept for what comes after it is gone
@@ -106,6 +110,16 @@ def item_numbers(
     for columns, choice, item, last in zip(tables.columns, choices, items, _last_items(subject, tables), strict=True):
         sent[item:last] += columns.handed[choice]
     return {**total, "sent": sent}
+
+
+def _shared(subject: PlanningCache, tables: Tables, choices: Sequence[int]) -> Numbers:
+    found = []
+    for columns, choice, name in zip(tables.columns, choices, tables.names, strict=True):
+        if name not in tables.strategies and name not in subject.graph.producers:
+            readers = (op.name for op, _ in subject.graph.consumers[name] if op.name not in subject.elsewhere)
+            items = sorted({subject.items[reader] for reader in readers})
+            found += [(before, item, float(columns.resting[choice])) for before, item in pairwise(items)]
+    return np.array(found, dtype=np.float64).reshape(-1, 3)
 
 
 def _last_items(subject: PlanningCache, tables: Tables) -> list[int]:
@@ -140,10 +154,12 @@ def stage_of(
     held = sum(float(handed[item] if item in light else kept[item]) for item in range(start, end))
     if not number and 1 in computed:
         held += float(handed[0])
-    once_more = max(((kept[i] if i in light else 0.0) + float(numbers["gathered"][i]) for i in computed), default=0.0)
+    once_more = max((float((i in light) * kept[i] + numbers["gathered"][i]) for i in computed), default=0.0)
     forward, backward, weights, once, resting, arriving = (
         float(numbers[n][start:end].sum()) for n in ("forward", "backward", "weights", "once", "resting", "arriving")
     )
+    before, reader, copied = numbers["shared"].T
+    resting += float(copied[(before < start) & (start <= reader) & (reader < end)].sum())
     beside = float(outside[start:end].sum()) + received
     one = held + beside
     kept_in_all = live * held + passes * beside + once_more

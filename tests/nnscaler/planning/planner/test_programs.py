@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from nnscaler.communication.insert_conversions import materialise
@@ -120,3 +122,19 @@ def test_layers_computed_again_are_kept_until_the_second_half_of_a_backward(sche
     own = found.tables, found.weights, found.choices
     whole = evaluated(subject_of("gpt", c.ranks), c, *own, ComputedAgain(), edges)
     assert [again.kept < one.kept for again, one in zip(found.stages, whole.stages, strict=True)] == [True, spared]
+
+
+@pytest.mark.parametrize(
+    "c", [Configuration(pp=2, micro_batches=4), Configuration(tp=2, pp=2, micro_batches=4)], ids=str
+)
+def test_a_stage_that_reads_a_tied_table_after_another_holds_a_copy(c: Configuration) -> None:
+    found, _, held = programmed("gpt", c)
+    for stage, memory in zip(found.stages, held, strict=True):
+        assert memory.parameters + memory.gradients + memory.optimizer == pytest.approx(stage.resting, rel=0.02)
+
+
+def test_figures_of_layers_that_run_again_can_be_written_as_json() -> None:
+    c = Configuration(tp=2, pp=2, micro_batches=4, recompute=True)
+    found = evaluate(subject_of("gpt", c.ranks), c, PLENTY)
+    assert found is not None
+    json.dumps([stage.memory <= PLENTY for stage in found.stages])  # numpy's bool is none of JSON's
