@@ -8,7 +8,6 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from verify.results.finding import Finding
@@ -31,6 +30,8 @@ def environment() -> dict[str, str]:
 @cache
 def version_of(package: str) -> str:
     """Return the version of an installed package, or "not installed"."""
+    from importlib.metadata import PackageNotFoundError, version  # it reads mail headers: short commands need none
+
     try:
         return version(package)
     except PackageNotFoundError:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from importlib.metadata import version
 from math import floor, gcd, isfinite, lcm
 
 from nnscaler.scheduling.search.exact_state_search import search_states
@@ -175,6 +174,8 @@ class _Search:
 
     def result(self) -> FoundSchedule:
         """Return the best schedule."""
+        from importlib.metadata import version  # it reads mail headers: short commands need none
+
         best = self.portfolio.best
         problem = self.shop.problem
         assert best is not None, "one micro-batch after another fits"
