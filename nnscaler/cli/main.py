@@ -112,7 +112,7 @@ def build_parser(defaults: Mapping[str, object] | None = None) -> argparse.Argum
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=_version())
+    parser.add_argument("--version", action=_Version, nargs=0, help="show program's version number and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in (
         verify_plan,
@@ -153,13 +153,17 @@ def _add_command(commands: Any, command: Any) -> None:
     command.add_options(parser)
 
 
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
+class _Version(argparse.Action):
+    """Prints the version, which only this asks for: to read it takes a twentieth of a short command."""
 
-    try:
-        return f"nnscaler {version('nnscaler')}"
-    except PackageNotFoundError:
-        return "nnscaler (not installed)"
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            print(f"nnscaler {version('nnscaler')}")
+        except PackageNotFoundError:
+            print("nnscaler (not installed)")
+        parser.exit()
 
 
 def _explain(error: BaseException, console: Console | None) -> int:
