@@ -6,12 +6,13 @@ most kernels of a verification take microseconds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch
-from torch import Tensor
+from torch import nn
+from torch.nn.parameter import is_lazy
 
 _LARGE = 1 << 24  # elements of a model, from which on threads save more than they wait for
 
@@ -19,12 +20,12 @@ _outside: ContextVar[int | None] = ContextVar("outside", default=None)
 
 
 @contextmanager
-def kernel_threads(tensors: Iterable[Tensor] = ()) -> Iterator[None]:
-    """Run kernels inside on one thread, or on all that the process uses, where these tensors are those of a large
-    model."""
+def kernel_threads(model: nn.Module | None = None) -> Iterator[None]:
+    """Run kernels inside on one thread, or, for a model that is large, on all that the process uses."""
     before = torch.get_num_threads()
     token = _outside.set(_outside.get() or before)
-    large = sum(tensor.numel() for tensor in tensors) >= _LARGE
+    tensors = () if model is None else (*model.parameters(), *model.buffers())
+    large = sum(tensor.numel() for tensor in tensors if not is_lazy(tensor)) >= _LARGE
     torch.set_num_threads(_outside.get() or before if large else 1)
     try:
         yield

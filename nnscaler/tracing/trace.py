@@ -85,8 +85,7 @@ def trace(
     Raises NnscalerError "trace_failed", "no_loss" or "trace_unfaithful".
     """
     whole = module if loss_fn is None else with_loss(module, loss_fn)
-    tensors = (*module.parameters(), *module.buffers())
-    with kernel_threads(tensors), mixed(module, precision) as masters:
+    with kernel_threads(module), mixed(module, precision) as masters:
         traced = _trace(whole, sample_inputs, self_check, specialise, repeat_layers)
     return replace(traced, graph=with_masters(traced.graph, precision, masters))  # names are those of the module
 

@@ -86,7 +86,7 @@ def verify_and_name(
     check_rows(program, batch)
 
     def run(dtype: torch.dtype, known: Sequence[RankRecord] = ()) -> Outcome:
-        with kernel_threads(model.state_dict().values()):
+        with kernel_threads(model):
             return verify_in(program, how, model, batch, dtype, known)
 
     outcomes: list[Outcome] = []

@@ -109,7 +109,7 @@ def run_phases(request: PlanRequest, subject: PlanSubject, context: RunContext) 
         reference: Trajectory | None = None
         outcomes: Sequence[CheckOutcome] = ()
         if prepared.runs and request.level != "static":
-            with kernel_threads(prepared.model.state_dict().values()):
+            with kernel_threads(prepared.model):
                 prepared, reference, outcomes = _run(request, prepared, work)
         outcomes = [*(outcomes if proof is None else combine(proof, outcomes)), *state]
         report = make_report(request, prepared, reference, outcomes, proof, time.perf_counter() - started)

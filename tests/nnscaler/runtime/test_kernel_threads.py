@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from nnscaler.runtime.kernel_threads import kernel_threads
 from nnscaler.tracing import trace
 
-LARGE = torch.empty(1, device="meta").expand(1 << 24)
+LARGE = 1 << 24
 
 
 @pytest.fixture(autouse=True)
@@ -22,14 +22,24 @@ def _three_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+def held(*sizes: int) -> nn.Module:
+    """A module with buffers of these sizes."""
+    module = nn.Module()
+    for number, size in enumerate(sizes):
+        module.register_buffer(str(number), torch.empty(size, device="meta"))
+    return module
+
+
 def test_those_of_a_large_model_have_the_threads_of_the_process() -> None:
-    with kernel_threads([LARGE[1:]]):
+    with kernel_threads(held(LARGE - 1)):
         assert torch.get_num_threads() == 1
-        with pytest.raises(ValueError, match="inside"), kernel_threads([LARGE[1:], LARGE[:1]]):
+        with pytest.raises(ValueError, match="inside"), kernel_threads(held(LARGE - 1, 1)):
             assert torch.get_num_threads() == 3
             raise ValueError("inside")
         assert torch.get_num_threads() == 1
-    with kernel_threads([LARGE]):
+    with kernel_threads(nn.LazyLinear(2)):  # of no size yet
+        assert torch.get_num_threads() == 1
+    with kernel_threads(held(LARGE)):
         assert torch.get_num_threads() == 3
         with kernel_threads():
             assert torch.get_num_threads() == 1
