@@ -112,7 +112,9 @@ def build_parser(defaults: Mapping[str, object] | None = None) -> argparse.Argum
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="show program's version number and exit")
+    no_option = argparse.SUPPRESS  # of what is run: tokens say nothing of it
+    said = "show program's version number and exit"
+    parser.add_argument("--version", action=_Version, nargs=0, dest=no_option, default=no_option, help=said)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in (
         verify_plan,
