@@ -23,10 +23,11 @@ _outside: ContextVar[int | None] = ContextVar("outside", default=None)
 def kernel_threads(model: nn.Module | None = None) -> Iterator[None]:
     """Run kernels inside on one thread, or, for a model that is large, on all that the process uses."""
     before = torch.get_num_threads()
-    token = _outside.set(_outside.get() or before)
+    outside = _outside.get() or before
+    token = _outside.set(outside)
     tensors = () if model is None else (*model.parameters(), *model.buffers())
     large = sum(tensor.numel() for tensor in tensors if not is_lazy(tensor)) >= _LARGE
-    torch.set_num_threads(_outside.get() or before if large else 1)
+    torch.set_num_threads(outside if large else 1)
     try:
         yield
     finally:

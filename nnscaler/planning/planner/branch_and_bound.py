@@ -134,7 +134,7 @@ Entry = tuple[float, int, tuple[int, ...], Configuration]  # bound, how often it
 
 @dataclass(frozen=True)
 class Known:
-    """What searches of other parts of the space found.
+    """The best plan and the bound that searches of other parts of the space found.
 
     seconds  of a step with their best plan
     bound    seconds of a step that no plan of theirs goes below

@@ -116,8 +116,10 @@ def test_compiled_stages_compute_the_same(
     assert torch._dynamo.utils.counters["frames"]["ok"] > 0, "nothing was compiled"
     assert options
     for asked in options:
-        assert asked is not None and asked == {**asked, "deterministic": True}
-        assert asked["unsafe_marked_cacheable_functions"], "nothing is kept for the next process"
+        assert asked is not None and asked.pop("deterministic") is True
+        kept = asked.pop("unsafe_marked_cacheable_functions")
+        assert kept.keys() == {f"torch.ops.higher_order.{n}" for n in ("with_effects", "autograd_function_apply")}
+        assert all(len(version) == 64 for version in kept.values()) and not asked
     if plan in IN_GRAPHS[:-1]:
         stages = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         assert stages == ranks, "the stage of each rank is not one graph"

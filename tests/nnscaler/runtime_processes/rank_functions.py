@@ -14,15 +14,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import nnscaler
 from nnscaler.runtime.communication import cross_memory_attach
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.gloo import GlooCommunicator
 from nnscaler.runtime.communication.nccl import NcclCommunicator
 from nnscaler.runtime.communication.torch_communicator_base import TorchCommunicator
-from nnscaler.runtime.program.import_role_and_user_files import load_user_module
-from nnscaler.training.engine import Engine, EngineSettings
-from tests.timings import Trained, program_of, trained_rank
 
 
 def greet(communicator: Communicator, text: str, number: int = 0) -> dict[str, object]:
@@ -341,27 +337,6 @@ def loop_for_ever(communicator: Communicator) -> None:
         while True:
             time.sleep(0.05)
     communicator.barrier((0, 1))
-
-
-def train_compiled(communicator: Communicator, plan: str, cache: str) -> tuple[dict[str, int], Trained]:
-    """Returns how often torch found a graph of another process, and what was trained."""
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
-    found = trained_rank(program_of(plan), communicator, compiled=True)
-    return dict(torch._dynamo.utils.counters["aot_autograd"]), found
-
-
-def gradients_of_model(communicator: Communicator, file: str, cache: str) -> tuple[int, list[float], list[float]]:
-    """Returns how many graphs of another process torch found, and the gradients of a user's model, compiled and not."""
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
-    batch, found = {"x": torch.arange(6.0).reshape(2, 3)}, []
-    program = nnscaler.parallelize(load_user_module(file).Model(), batch, ranks=1, plan="dp=1", self_check=False)
-    for compiled in (True, False):
-        engine = Engine(program, communicator, EngineSettings(device="cpu", compiled=compiled))
-        engine.step(batch)
-        (weight,) = engine.parameters.values()
-        assert weight.grad is not None
-        found.append(weight.grad.flatten().tolist())
-    return torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"], found[0], found[1]
 
 
 def sleep_beside_a_child(communicator: Communicator, folder: str) -> None:

@@ -46,16 +46,17 @@ class Model(torch.nn.Module):
     def forward(self, x):
         return self.both(x * self.weight).square().sum()
 """
+FUNCTIONS = Path(__file__).with_name("compiled_rank_functions.py")
 SLOPE = "def of(g): return g * 2.0\n"
 CALLS = {"torch.library": "scaled", "Function": "Handed.apply"}
 
 
 @pytest.mark.long  # to make kernels takes half a minute
 @pytest.mark.parametrize("kind", CALLS)
-def test_the_changed_code_runs(server: ForkServer, rank_functions: str, kind: str, tmp_path: Path) -> None:
+def test_the_changed_code_runs(server: ForkServer, kind: str, tmp_path: Path) -> None:
     file, slope = tmp_path / "operators.py", tmp_path / "slope.py"
     arguments = {"file": str(file), "cache": str(tmp_path / "cache")}
-    job = JobSpecification(f"{rank_functions}:gradients_of_model", 1, arguments)
+    job = JobSpecification(f"{FUNCTIONS}:gradients_of_model", 1, arguments)
     text = OPERATORS.replace("NAME", CALLS[kind])
     changed = (
         (text, SLOPE.replace("2.0", "5.0")) if kind == "torch.library" else (text.replace("g * 3.0", "g * 7.0"), SLOPE)

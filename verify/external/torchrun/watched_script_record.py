@@ -129,7 +129,7 @@ def unlike_numbers(one: Sequence[ReadNumber], other: Sequence[ReadNumber]) -> It
 
 @dataclass(frozen=True)
 class SampledRows:
-    """What a DistributedSampler gives to its rank in the first epoch.
+    """The rows that a DistributedSampler gives to its rank in the first epoch.
 
     rows      by their numbers in the data set
     padded    how many rows some rank is given once more, so that all have as many
