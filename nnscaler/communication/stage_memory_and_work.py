@@ -186,8 +186,7 @@ def kept_for_weights(graph: Graph, program: StageProgram) -> int:
         if facts_of(statement.operation.operator).view:
             shown = base.get(statement.inputs[0].variable, statement.inputs[0])
             base.update((v.variable, shown) for v in made)
-        read = kept_inputs(graph, statement) if half.gradients else ()
-        for version in read:
+        for version in half.kept:
             shown = base.get(version.variable, version)
             if shown.variable not in stored:
                 kept[shown.variable] = times * _bytes(graph, shown.tensor, shown.layout, program)

@@ -5,7 +5,7 @@ A node is a statement, or a variable that is stored or received.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import FunctionType
@@ -15,8 +15,10 @@ from op_registry.registry import default_registry
 from nnscaler.communication.communicated_graph import (
     Compute,
     StageProgram,
+    Version,
     again_in,
     differentiated,
+    kept_inputs,
     reads,
     runs_again,
     writes,
@@ -27,6 +29,14 @@ from nnscaler.split_backward_graph import halves_of
 
 BOTH = 0.5  # an operator takes as long for the gradients of one side as for those of the other
 
+# products of rows and a matrix -> the inputs that these are
+_PRODUCTS = {
+    "aten.linear.default": (0, 1),
+    "aten.matmul.default": (0, 1),
+    "aten.mm.default": (0, 1),
+    "aten.addmm.default": (1, 2),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class StatementHalves:
@@ -35,10 +45,12 @@ class StatementHalves:
     gradients  0, 1, or BOTH where it gives gradients to both sides
     again      the same of what is computed, or gathered, again: in the first half that reads a value of its group, or
                the parameter
+    kept       the inputs that W reads: of a product whose rows are on the trunk, these, and not the matrix
     """
 
     gradients: float
     again: float
+    kept: tuple[Version, ...] = ()
 
 
 def statement_halves(graph: Graph, program: StageProgram) -> tuple[StatementHalves, ...]:
@@ -80,7 +92,24 @@ def statement_halves(graph: Graph, program: StageProgram) -> tuple[StatementHalv
             return float(all(again(j) if regions and regions[j] else shares[j] == 1.0 for j in gathered[i]))
         return 1.0 if regions and regions[i] not in first else 0.0
 
-    return tuple(StatementHalves(share if i in below else 0.0, again(i)) for i, share in enumerate(shares))
+    def kept(i: int) -> tuple[Version, ...]:
+        statement = statements[i]
+        if i not in below or not shares[i] or not isinstance(statement, Compute):
+            return ()
+        trunk = {v for v in statement.inputs if made.get(v.variable, v.variable) in halves.trunk}
+        matrix = _matrix(graph, statement, trunk)
+        return tuple(v for v in kept_inputs(graph, statement) if v != matrix)
+
+    return tuple(StatementHalves(share if i in below else 0.0, again(i), kept(i)) for i, share in enumerate(shares))
+
+
+def _matrix(graph: Graph, statement: Compute, trunk: Collection[Version]) -> Version | None:
+    """Return the matrix of a product of which the rows are on the trunk, and the matrix is not."""
+    if statement.operation.operator not in _PRODUCTS:
+        return None
+    rows, matrix = (statement.inputs[slot] for slot in _PRODUCTS[statement.operation.operator])
+    dims = [len(graph.tensors[version.tensor].shape) for version in (rows, matrix)]
+    return matrix if rows in trunk and matrix not in trunk and dims[0] >= 2 == dims[1] else None
 
 
 def _recomputes(program: StageProgram) -> bool:

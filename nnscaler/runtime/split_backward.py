@@ -39,6 +39,54 @@ Root = tuple[GradientEdge, Tensor]  # where backward enters the graph, and the g
 Received = tuple[Tensor | None, ...]  # by output of a node, the gradient that arrived
 
 
+@dataclass(frozen=True, slots=True)
+class _Again:
+    """A start that runs once more in W.
+
+    arrived  by output, the gradient
+    """
+
+    node: Node
+    arrived: Received
+
+    def roots(self) -> list[Root]:
+        """Return where W enters the graph, with the gradients there."""
+        return [(GradientEdge(self.node, i), given) for i, given in enumerate(self.arrived) if given is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """A start that multiplies what is on the trunk by a matrix that is off it: a linear layer, `x @ matrix + bias`.
+
+    The gradient of the matrix is a product of two tensors, and these are kept alone: neither the graph, which would
+    hold all that its leaves show, nor the matrix, which may be a parameter that was gathered.
+
+    x        [rows, features]
+    arrived  the gradient of what the layer makes
+    turned   whether the matrix is a transposed one, as that of a linear layer is: its gradient is one, too
+    matrix   where its gradient goes; None: to none of the group
+    bias     the same
+    """
+
+    x: Tensor
+    arrived: Tensor
+    turned: bool
+    matrix: GradientEdge | None
+    bias: GradientEdge | None
+
+    def roots(self) -> list[Root]:
+        """Return where W enters the graph, with the gradients there: the products and sums that autograd makes."""
+        found: list[Root] = []
+        with torch.no_grad():
+            if self.matrix is not None:
+                x, arrived = self.x, self.arrived
+                found.append((self.matrix, arrived.t().mm(x).t() if self.turned else x.t().mm(arrived)))
+            if self.bias is not None:
+                shape = self.bias.node._input_metadata[self.bias.output_nr].shape
+                found.append((self.bias, self.arrived.sum_to_size(shape)))
+        return found
+
+
 @dataclass(slots=True)
 class _Group:
     """A part of the graph that hangs off the trunk in one place, and is run at once.
@@ -50,39 +98,23 @@ class _Group:
 
     leaves: list[Tensor] = field(default_factory=list)
     roots: list[Root] = field(default_factory=list)
-    starts: dict[Node, Received] = field(default_factory=dict)
+    starts: list[_Again | _Product] = field(default_factory=list)
 
     def run(self) -> None:
         """Add the gradients to those of the parameters."""
-        begin = list(self.roots)
-        for node, arrived in self.starts.items():
-            begin += [(GradientEdge(node, i), gradient) for i, gradient in enumerate(arrived) if gradient is not None]
-        if begin and self.leaves:
-            edges, gradients = zip(*begin, strict=True)
-            torch.autograd.backward(edges, gradients, inputs=self.leaves)
-
-
-@dataclass(frozen=True, slots=True)
-class _Product:
-    """A group that is the weight, and the bias, of one linear layer: `x @ weight.t() + bias`, as autograd records it.
-
-    A run of autograd's engine takes half as long again. The products and sums are those that it would make.
-
-    x        the layer's input, [rows, features]
-    arrived  the gradient of what the layer makes
-    """
-
-    x: Tensor
-    arrived: Tensor
-    weight: Tensor
-    bias: Tensor | None = None
-
-    def run(self) -> None:
-        """Add the gradients to those of the parameters."""
-        with torch.no_grad():
-            _accumulate(self.weight, self.arrived.t().mm(self.x))
-            if self.bias is not None:
-                _accumulate(self.bias, self.arrived.sum(0))
+        if not self.leaves:
+            return
+        begin = [*self.roots, *(root for start in self.starts for root in start.roots())]
+        if not begin:
+            return
+        ends = [_end_of(edge.node) for edge, _ in begin]
+        if {id(leaf) for leaf, _ in filter(None, ends)} >= {*map(id, self.leaves)} and len(ends) == len(self.leaves):
+            # nothing but additions; a run of autograd's engine takes half as long again as the products
+            for (_, gradient), (leaf, turned) in zip(begin, filter(None, ends), strict=True):
+                _accumulate(leaf, gradient.t() if turned else gradient)
+            return
+        edges, gradients = zip(*begin, strict=True)
+        torch.autograd.backward(edges, gradients, inputs=self.leaves)
 
 
 class SplitBackward:
@@ -96,7 +128,7 @@ class SplitBackward:
     def __init__(self, parameters: Sequence[Tensor], reads: ParameterReads | None = None, once: bool = True) -> None:
         self._parameters = parameters
         self._saved = SavedValues(reads, once)
-        self._later: list[_Group | _Product] = []
+        self._later: list[_Group] = []
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -109,7 +141,7 @@ class SplitBackward:
         graph = _below([edge.node for edge, _ in roots])
         ends, leaves = (_numbered(graph, tensors) for tensors in (received, self._parameters))
         halves = graph.halves(ends, [number for number, leaf in leaves.items() if leaf.dim() <= 1])
-        groups = _waiting(graph, halves, roots)
+        groups, starts = _waiting(graph, halves, roots)
         now = [tensor for number, tensor in ends.items() if number in halves.trunk]
         for number, parameter in leaves.items():
             early = halves.groups[number] in halves.early
@@ -119,27 +151,29 @@ class SplitBackward:
         if not begin or not now:
             return
         with ExitStack() as hooks:
-            for group in groups.values():
-                for node in group.starts:
-                    hooks.callback(node.register_prehook(self._keep(group, node)).remove)
-                    hooks.callback(node.register_hook(self._kept).remove)
-            starts, gradients = zip(*begin, strict=True)
-            torch.autograd.backward(starts, gradients, inputs=now, retain_graph=True)
-        if self._saved.reads is None:  # else what is gathered again comes in W
-            self._later = [_product_of(group) or group for group in groups.values()]
+            for node, number in starts.items():
+                hanging = [
+                    n is not None and halves.groups.get(graph.numbers[n]) == number for n, _ in node.next_functions
+                ]
+                hooks.callback(node.register_prehook(self._keep(groups[number], node, hanging)).remove)
+                hooks.callback(node.register_hook(self._kept).remove)
+            edges, gradients = zip(*begin, strict=True)
+            torch.autograd.backward(edges, gradients, inputs=now, retain_graph=True)
 
     def weights(self) -> None:
         """Compute the gradients of the parameters that are still to come: W."""
         while self._later:
-            part = self._later.pop(0)  # which lets go of its part of the graph
-            (part if isinstance(part, _Product) else _product_of(part) or part).run()
+            self._later.pop(0).run()  # which lets go of its part of the graph
 
-    def _keep(self, group: _Group, node: Node) -> Callable[[Any], None]:
-        """Return a hook that keeps what arrives at a start."""
+    def _keep(self, group: _Group, node: Node, hanging: Sequence[bool]) -> Callable[[Any], None]:
+        """Return a hook that keeps what W needs of a start, from what arrives there. `hanging`: by input, whether its
+        gradient is the group's."""
 
         def keep(arrived: Received) -> None:
-            group.starts[node] = tuple(arrived)
             self._saved.keep = True
+            product = _product_of(node, arrived, hanging)
+            self._saved.keep = product is None
+            group.starts.append(product or _Again(node, tuple(arrived)))
 
         return keep
 
@@ -147,26 +181,26 @@ class SplitBackward:
         self._saved.keep = False
 
 
-def _product_of(group: _Group) -> _Product | None:
-    """Return the linear layer that a group is; None for anything else."""
-    if group.roots or len(group.starts) != 1:
+def _product_of(node: Any, arrived: Received, hanging: Sequence[bool]) -> _Product | None:
+    """Return the product that a start is, by its inputs off the trunk; None for anything else."""
+    kind = type(node).__name__
+    added = kind == "AddmmBackward0"  # to the bias, its first input
+    if not (added or kind == "MmBackward0") or hanging[-2]:
         return None
-    node: Any
-    ((node, (arrived, *more)),) = group.starts.items()
-    edges = [n for n, _ in node.next_functions]
-    added = node.name() == "AddmmBackward0"  # to the bias, its first edge
-    if arrived is None or more or not (added or node.name() == "MmBackward0"):
+    (gradient,) = arrived
+    if gradient is None or gradient.is_complex() or (added and not node._saved_alpha == node._saved_beta == 1):
         return None
-    turned, ends = edges[-1], edges[:1] if added else []
-    if turned is None or turned.name() != "TBackward0":
-        return None
-    found: list[Any] = [getattr(n, "variable", None) for n in (turned.next_functions[0][0], *ends)]
-    if {*map(id, found)} != {*map(id, group.leaves)} or not all(map(_is_plain, group.leaves)):
-        return None
-    if added and not (found[1].dim() == node._saved_alpha == node._saved_beta == 1):
-        return None  # the bias is not added as it is, to each row
-    x = node._saved_mat1 if added else node._saved_self
-    return _Product(x.detach(), arrived, *found)  # autograd gives it the graph that it comes from
+    x, edges = node._saved_mat1 if added else node._saved_self, node.next_functions
+    turned = node._saved_mat2_sym_strides == (1, node._saved_mat2_sym_sizes[0])
+    matrix = GradientEdge(*edges[-1]) if hanging[-1] else None
+    return _Product(x.detach(), gradient, turned, matrix, GradientEdge(*edges[0]) if added and hanging[0] else None)
+
+
+def _end_of(node: Any) -> tuple[Tensor, bool] | None:
+    """Return the parameter whose gradient arrives at a node, and whether turned; None where more than that happens."""
+    turned = type(node).__name__ == "TBackward0"  # what a user writes may have any `name`
+    leaf = getattr(node.next_functions[0][0] if turned else node, "variable", None)
+    return (leaf, turned) if isinstance(leaf, Tensor) and _is_plain(leaf) else None
 
 
 def _is_plain(parameter: Tensor) -> bool:
@@ -233,9 +267,11 @@ def _numbered(graph: _Graph, tensors: Iterable[Tensor]) -> dict[int, Tensor]:
     return {number: tensor for number, tensor in found if number is not None}
 
 
-def _waiting(graph: _Graph, halves: Halves[int], roots: Sequence[Root]) -> dict[int, _Group]:
-    """Return the groups that wait for W, without their leaves, by number, in the order in which I comes to them."""
+def _waiting(graph: _Graph, halves: Halves[int], roots: Sequence[Root]) -> tuple[dict[int, _Group], dict[Node, int]]:
+    """Return the groups that wait for W, without their leaves, by number, in the order in which I comes to them, and
+    the number of the group of each start."""
     groups: dict[int, _Group] = {}
+    starts: dict[Node, int] = {}
     for edge, gradient in roots:
         number = graph.numbers[edge.node]
         if halves.waits(number):
@@ -243,5 +279,6 @@ def _waiting(graph: _Graph, halves: Halves[int], roots: Sequence[Root]) -> dict[
     for node, number in reversed(graph.numbers.items()):
         for n in graph.below[number] if number in halves.trunk else ():
             if halves.waits(n):
-                groups.setdefault(halves.groups[n], _Group()).starts[node] = ()
-    return groups
+                starts[node] = halves.groups[n]
+                groups.setdefault(halves.groups[n], _Group())
+    return groups, starts

@@ -21,6 +21,7 @@ from nnscaler.instructions import Instruction
 from nnscaler.ir.operation_annotations import signatures
 from nnscaler.runtime import recompute_in_backward, split_backward
 from nnscaler.runtime.communication.communicator import Communicator
+from nnscaler.runtime.communication.sharded_parameter_gathers import WholeView
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.program.import_role_and_user_files import load_role
 from nnscaler.runtime.stage_base_class import Stage
@@ -33,6 +34,7 @@ from nnscaler.tracing import Traced, trace
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.plan import AssignStep, Plan, RecomputeStep
 from tests import halves, traced_examples
+from tests.sampling import only
 
 
 def communicated(traced: Traced, plan: Plan) -> CommunicatedGraph:
@@ -81,18 +83,23 @@ class Watched(recompute_in_backward.Saved):
     """A saved value that can be referred to weakly."""
 
 
-def held_between(traced: Traced, plan: Plan, folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Bytes that rank 1 of two stages keeps of a micro-batch after I."""
-    program = compile_traced(traced, WantedPlan(2, plan), model={"name": "model"})
+def held_between(traced: Traced, ranks: int, plan: Plan, folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Bytes that a rank of the second of two stages keeps of a micro-batch after I."""
+    program = compile_traced(traced, WantedPlan(ranks, plan), model={"name": "model"})
     path = program.save(folder / "program")
     roles = [load_role(path / role.file) for role in program.manifest.roles]
     made: dict[recompute_in_backward.SavedValues, list[weakref.ref[recompute_in_backward.Saved]]] = {}
+    gathered: dict[recompute_in_backward.SavedValues, list[WholeView]] = {}
     regions: weakref.WeakSet[recompute_in_backward._Region] = weakref.WeakSet()
     found: list[int] = []
     start, run = recompute_in_backward._Region.__init__, BackwardPasses.run
 
     def hooks(self: recompute_in_backward.SavedValues) -> saved_tensors_hooks:
-        def pack(value: Tensor) -> Watched:
+        def pack(value: Tensor) -> Watched | WholeView:
+            view = self.reads and self.reads.view_of_whole(value)
+            if view is not None:
+                gathered.setdefault(self, []).append(view)
+                return view
             watched = Watched(value)
             made.setdefault(self, []).append(weakref.ref(watched))
             return watched
@@ -112,11 +119,14 @@ def held_between(traced: Traced, plan: Plan, folder: Path, monkeypatch: pytest.M
             values = [one.value for ref in made[split._saved] if (one := ref()) is not None and one.value is not None]
             for region in regions:
                 values += region._values.values() if region._saved is split._saved else ()
-            for part in split._later:
-                if isinstance(part, split_backward._Product):
-                    values += [part.x, part.arrived]
+            values += [
+                view.gathered.whole for view in gathered.get(split._saved, []) if view.gathered.whole is not None
+            ]
+            for start in (start for group in split._later for start in group.starts):
+                if isinstance(start, split_backward._Product):
+                    values += [start.x, start.arrived]
                 else:
-                    values += [t for given in part.starts.values() for t in given if t is not None]
+                    values += [t for t in start.arrived if t is not None]
             storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in values}
             found.append(sum(size for pointer, size in storages.items() if pointer not in stored))
 
@@ -127,25 +137,29 @@ def held_between(traced: Traced, plan: Plan, folder: Path, monkeypatch: pytest.M
     def step(communicator: Communicator) -> None:
         settings = ExecutorSettings(dropout=False)
         rank = communicator.rank
-        RankExecutor(roles[rank], rank, communicator, program.state, settings).step(program.inputs)
+        RankExecutor(roles[rank * len(roles) // ranks], rank, communicator, program.state, settings).step(program.inputs)
 
-    Simulator(2).run(step)
+    Simulator(ranks).run(step)
     return found[0]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
-def test_memory_between_the_halves(again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To 2 %: what autograd holds, recomputed or not, is what the profile counts."""
+@pytest.mark.parametrize(
+    ("ranks", "axes", "again"),
+    only((2,), [(2, "pp=2", False), (2, "pp=2", True), (4, "dp=2,pp=2,zero=3", False), (4, "dp=2,pp=2,zero=3", True)]),
+)
+def test_memory_between_the_halves(
+    ranks: int, axes: str, again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To 2 %: what autograd holds, recomputed or not, is what the profile counts; no parameter that was gathered."""
     traced = traced_examples.traced("gpt")
     schedule = halves.registered(monkeypatch, halves.late)
-    wanted = WantedPlan(2, "pp=2", micro_batches=2, schedule=schedule)
+    wanted = WantedPlan(ranks, axes, micro_batches=2, schedule=schedule)
     plan = compile_traced(traced, wanted, model={"name": "model"}).plan
     if again:
         plan = replace(plan, steps=(*plan.steps, *(RecomputeStep((f"blocks.{i}",)) for i in range(4))))
     made = communicated(traced, plan)
     counted = kept_for_weights(made.partitioned.graph, made.stages[1])
-    assert held_between(traced, plan, tmp_path, monkeypatch) == pytest.approx(counted, rel=0.02)
+    assert held_between(traced, ranks, plan, tmp_path, monkeypatch) == pytest.approx(counted, rel=0.02)
     first = made.stages[0]
     assert kept_for_weights(made.partitioned.graph, first) == kept_bytes(made.partitioned.graph, first)
 
