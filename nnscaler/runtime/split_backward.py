@@ -10,7 +10,7 @@ and W is the whole backward.
 
 Saved values go as backward reads them, as they do without the split; those of starts, and of what hangs off, stay until
 W. The values of a recomputed region come back in I, and those of its starts stay. Of a linear layer its input and the
-gradient stay alone, without the graph, which would hold all that its leaves show.
+gradient stay alone, without its weight, and without the graph, which would hold all that its leaves show.
 
 torch has a helper for the same (`torch.distributed.pipelining._backward`). It is private; it runs the trunk between two
 uses of a parameter again in W, collectives included, recomputes a region once for each parameter in it, and keeps every
@@ -64,26 +64,24 @@ class _Product:
     x        [rows, features]
     arrived  the gradient of what the layer makes
     turned   whether the matrix is a transposed one, as that of a linear layer is: its gradient is one, too
-    matrix   where its gradient goes; None: to none of the group
-    bias     the same
+    matrix   where its gradient goes
+    bias     the same; None: there is none in the group
     """
 
     x: Tensor
     arrived: Tensor
     turned: bool
-    matrix: GradientEdge | None
+    matrix: GradientEdge
     bias: GradientEdge | None
 
     def roots(self) -> list[Root]:
         """Return where W enters the graph, with the gradients there: the products and sums that autograd makes."""
-        found: list[Root] = []
+        x, arrived = self.x, self.arrived
         with torch.no_grad():
-            if self.matrix is not None:
-                x, arrived = self.x, self.arrived
-                found.append((self.matrix, arrived.t().mm(x).t() if self.turned else x.t().mm(arrived)))
+            found: list[Root] = [(self.matrix, arrived.t().mm(x).t() if self.turned else x.t().mm(arrived))]
             if self.bias is not None:
                 shape = self.bias.node._input_metadata[self.bias.output_nr].shape
-                found.append((self.bias, self.arrived.sum_to_size(shape)))
+                found.append((self.bias, arrived.sum_to_size(shape)))
         return found
 
 
@@ -185,15 +183,17 @@ def _product_of(node: Any, arrived: Received, hanging: Sequence[bool]) -> _Produ
     """Return the product that a start is, by its inputs off the trunk; None for anything else."""
     kind = type(node).__name__
     added = kind == "AddmmBackward0"  # to the bias, its first input
-    if not (added or kind == "MmBackward0") or hanging[-2]:
+    if not (added or kind == "MmBackward0") or list(hanging[-2:]) != [False, True]:
         return None
     (gradient,) = arrived
     if gradient is None or gradient.is_complex() or (added and not node._saved_alpha == node._saved_beta == 1):
         return None
     x, edges = node._saved_mat1 if added else node._saved_self, node.next_functions
+    if x.layout != torch.strided:
+        return None
     turned = node._saved_mat2_sym_strides == (1, node._saved_mat2_sym_sizes[0])
-    matrix = GradientEdge(*edges[-1]) if hanging[-1] else None
-    return _Product(x.detach(), gradient, turned, matrix, GradientEdge(*edges[0]) if added and hanging[0] else None)
+    bias = GradientEdge(*edges[0]) if added and hanging[0] else None
+    return _Product(x.detach(), gradient, turned, GradientEdge(*edges[-1]), bias)
 
 
 def _end_of(node: Any) -> tuple[Tensor, bool] | None:

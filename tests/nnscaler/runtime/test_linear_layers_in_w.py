@@ -60,3 +60,37 @@ def test_what_waits_for_w_holds_no_graph() -> None:
     assert left() is None and made() is None
     split.weights()
     assert all(p.grad is not None for p in layers.parameters())
+
+
+def test_what_a_matrix_is_made_of_gets_the_bits_of_autograd() -> None:
+    """Of a weight that is cast, scaled, used twice, chosen or frozen, or that stands on the left."""
+    torch.manual_seed(0)
+    weight, other, bias = (nn.Parameter(torch.randn(*shape)) for shape in ((8, 8), (8, 8), (1, 8)))
+    kinds = {
+        "scaled": lambda x: torch.addmm(bias.square(), x, 2 * weight),
+        "cast": lambda x: (x.bfloat16() @ weight.bfloat16().t()).float(),
+        "twice": lambda x: (x @ weight.t()).tanh() @ weight,
+        "of two": lambda x: x @ torch.where(other > 0, weight, other),
+        "frozen": lambda x: torch.addmm(bias, x, other.detach()),
+        "from the left": lambda x: (weight @ x.t()).t(),
+    }
+    for name, layer in kinds.items():
+        wanted: list[Tensor | None] = []
+        for halves in (False, True):
+            for p in (weight, other, bias):
+                p.grad = None
+            split, arrived = SplitBackward([weight, other, bias]), torch.ones(3, 8).requires_grad_()
+            with split.recording() if halves else contextlib.nullcontext():
+                y = layer(arrived).sin()
+            if halves:
+                split.inputs([(get_gradient_edge(y), torch.ones_like(y))], [arrived])
+                assert arrived.grad is not None
+                split.weights()
+            else:
+                y.backward(torch.ones_like(y))
+            found = [p.grad for p in (arrived, weight, other, bias)]
+            if halves:
+                assert any(g is not None for g in wanted[1:])
+                for one, two in zip(found, wanted, strict=True):
+                    assert (one is None) == (two is None) and (one is None or torch.equal(one, two)), name
+            wanted = found

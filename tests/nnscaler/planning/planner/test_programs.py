@@ -97,6 +97,8 @@ def test_one_stage_costs_what_was_planned(name: str, c: Configuration, priced: t
         Configuration(dp=2, pp=2, micro_batches=2, parameters=ZERO_2),
         Configuration(dp=4, micro_batches=2, recompute=True, parameters=ZERO_3),
         Configuration(dp=2, pp=2, micro_batches=2, parameters=ZERO_3),
+        Configuration(dp=2, pp=2, micro_batches=6, parameters=ZERO_3, schedule=get_schedule("zb-h1")),
+        Configuration(dp=2, pp=2, micro_batches=6, recompute=True, parameters=ZERO_3, schedule=get_schedule("zb-h1")),
     ],
     ids=str,
 )
