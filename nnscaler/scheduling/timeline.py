@@ -167,6 +167,19 @@ def _peak(order: Sequence[Instruction], kept: int | Sequence[int] = 1, later: in
     return max(accumulate((change(i) for i in order if i.stage in trained), initial=0))
 
 
+def kept_at_once(schedule: Schedule, device: int) -> frozenset[tuple[int, ...]]:
+    """Return how many micro-batches each stage that a device has to itself keeps for passes that are still to come or
+    running, at every moment at which it begins to keep one."""
+    held = {stage: 0 for stage in schedule.has(device) if len(schedule.devices[stage]) == 1}
+    found = set()
+    for step in schedule.orders[device]:
+        if step.stage in held and step.stage not in schedule.untrained:
+            held[step.stage] += {"F": 1, "B": -1, "W": -1}.get(step.kind, 0)
+            if step.kind == "F":
+                found.add(tuple(held.values()))
+    return frozenset(found)
+
+
 def timeline_rows(timeline: Timeline, ranks: Sequence[str], unit: float) -> TimelineRows:
     """Return the timeline in multiples of `unit`, a forward pass of the slowest stage. `ranks`: of each role."""
     rows = tuple(

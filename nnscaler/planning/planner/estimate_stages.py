@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -14,6 +15,8 @@ from nnscaler.planning.parallel_configurations import Configuration
 from nnscaler.planning.planner.planner_graph import PlanningCache
 from nnscaler.planning.sharding.build_problem import Weights, once_at
 from nnscaler.planning.sharding.cost_tables import Tables
+from nnscaler.scheduling.schedule import Schedule, ScheduleKind
+from nnscaler.scheduling.timeline import kept_at_once
 from nnscaler.transform.cheap_outputs import CheapOutputs
 from nnscaler.transform.plan import PP
 
@@ -31,6 +34,7 @@ class StageEstimate:
     once       seconds once per step
     resting    bytes of parameters, gradients and optimizer states
     kept       bytes of activations of all live micro-batches
+    each       bytes of those that one micro-batch keeps
     arriving   bytes of gradients that are whole when a backward ends, above those of activations that are gone then
     price      seconds of a step that one more byte of memory would save
     """
@@ -42,6 +46,7 @@ class StageEstimate:
     once: float
     resting: float
     kept: float
+    each: float
     arriving: float = 0.0
     price: float = 0.0
 
@@ -164,7 +169,40 @@ def stage_of(
     one = held + beside
     kept_in_all = live * held + passes * beside + once_more
     arriving = max(0.0, arriving - one)
-    return StageEstimate((start, end), forward, backward, weights, once, resting, kept_in_all, arriving)
+    return StageEstimate((start, end), forward, backward, weights, once, resting, kept_in_all, one, arriving)
+
+
+def at_peaks(c: Configuration, stages: Sequence[StageEstimate]) -> tuple[StageEstimate, ...]:
+    """Return the stages with what they keep at the moment when their device keeps most.
+
+    `live` counts micro-batches of all layers of a device. Where it has several stages, and these keep unlike amounts,
+    the order of the schedule says which of them keep how many micro-batches at the same time.
+    """
+    if c.chunks == 1 or c.schedule.within is not None:
+        return tuple(stages)
+    found = list(stages)
+    for device in range(c.pp):
+        own = [number for number, place in enumerate(c.stage_devices) if place == device]
+        # [moments, stages]: micro-batches
+        moments = np.array(sorted(_moments(c.schedule, c.pp, c.chunks, c.micro_batches, device)))
+        counts = moments[np.argmax(moments @ [stages[number].each for number in own])]
+        most = [float(count) * stages[number].each for number, count in zip(own, counts, strict=True)]
+        if sum(most) > sum(stages[number].kept for number in own):
+            for number, kept in zip(own, most, strict=True):
+                found[number] = replace(stages[number], kept=kept)
+    return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def _moments(
+    kind: ScheduleKind, devices: int, chunks: int, micro_batches: int, device: int
+) -> frozenset[tuple[int, ...]]:
+    return kept_at_once(_order(kind, devices, chunks, micro_batches), device)
+
+
+@lru_cache(maxsize=8)
+def _order(kind: ScheduleKind, devices: int, chunks: int, micro_batches: int) -> Schedule:
+    return kind(devices, chunks, micro_batches)
 
 
 def send_seconds(cost: CostModel, c: Configuration, size: float) -> float:

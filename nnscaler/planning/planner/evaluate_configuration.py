@@ -16,6 +16,7 @@ from nnscaler.planning.parallel_configurations import Configuration
 from nnscaler.planning.planner.estimate_stages import (
     ComputedAgain,
     StageEstimate,
+    at_peaks,
     item_numbers,
     saved_by,
     send_seconds,
@@ -289,7 +290,8 @@ def evaluated(
     numbers = item_numbers(subject, tables, weights, choices, again)
     devices, ends = c.stage_devices, ends_of(subject, c)
     count = len(devices)
-    stages = tuple(_with_ends(stage_of(c, numbers, again, s, edges[s], edges[s + 1]), ends) for s in range(count))
+    made = [stage_of(c, numbers, again, s, edges[s], edges[s + 1]) for s in range(count)]
+    stages = tuple(_with_ends(stage, ends) for stage in at_peaks(c, made))
     sent = [0.0, *(send_seconds(subject.cost, c, float(numbers["sent"][end - 1])) for end in edges[1:-1]), 0.0]
     sent = [time if 0 < s < count and devices[s - 1] != devices[s] else 0.0 for s, time in enumerate(sent)]
     # [stages]: seconds of half of what a stage sends and receives, forward and backward

@@ -7,20 +7,21 @@ import json
 import pytest
 
 from nnscaler.communication.insert_conversions import materialise
-from nnscaler.communication.stage_memory_and_work import stage_memory
+from nnscaler.communication.stage_memory_and_work import kept_bytes, kept_for_weights, stage_memory
 from nnscaler.manifest import StageMemory
 from nnscaler.performance.predict_step_time import Prediction, predict
+from nnscaler.performance.predict_step_time import programmed as plan_program
 from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.cost.model_protocol import Overheads
 from nnscaler.planning.parallel_configurations import Configuration
 from nnscaler.planning.planner.build_certified_plan import plan_of
 from nnscaler.planning.planner.estimate_stages import ComputedAgain
-from nnscaler.planning.planner.evaluate_configuration import Evaluated, evaluate, evaluated
+from nnscaler.planning.planner.evaluate_configuration import Evaluated, by_device, evaluate, evaluated
 from nnscaler.planning.sharding.zero_stages import ZERO_1, ZERO_2, ZERO_3
 from nnscaler.scheduling.registry import get_schedule
 from nnscaler.transform.apply import apply_plan
-from tests.nnscaler.planning.planner.planned import subject_of
-from tests.sampling import every
+from tests.nnscaler.planning.planner.planned import deep, subject_of
+from tests.sampling import every, only
 
 PLENTY = 1e12
 
@@ -111,6 +112,45 @@ def test_pipelines_cost_about_what_was_planned(c: Configuration) -> None:
         assert memory.activations <= stage.kept * 1.05  # labels and masks that several stages hold are counted once
         if c.zero in (1, 2):
             assert memory.total <= stage.memory * 1.05
+
+
+@pytest.mark.parametrize(
+    ("layers", "c"),
+    only(
+        (0, 2),
+        [
+            (
+                0,
+                Configuration(
+                    pp=4, micro_batches=8, chunks=4, schedule=get_schedule("interleaved"), within_layers=True
+                ),
+            ),
+            (0, Configuration(pp=4, micro_batches=8, chunks=2, schedule=get_schedule("zb-v"), within_layers=True)),
+            (6, Configuration(pp=2, micro_batches=4, chunks=2, schedule=get_schedule("interleaved"))),
+            (6, Configuration(dp=2, pp=2, micro_batches=4, chunks=2, schedule=get_schedule("interleaved"))),
+        ],
+    ),
+    ids=str,
+)
+def test_a_device_with_unlike_stages_keeps_what_was_planned_when_it_keeps_most(layers: int, c: Configuration) -> None:
+    """An independent count: the order of the program, and what its stages keep."""
+    graph = deep(layers, tokens=64) if layers else "gpt"
+    subject = subject_of(graph, c.ranks, within_layers=c.within_layers)
+    found = evaluate(subject, c, PLENTY)
+    assert found is not None
+    program = plan_program(subject.graph, subject.signatures, plan_of(subject, found))
+    stages, made = program.communicated.stages, program.communicated.partitioned.graph
+    rests = {one.stage: one.total - one.activations for one in stage_memory(program.communicated, program.order)}
+    every = []
+    for device, planned in enumerate(by_device(c, [stage.memory for stage in found.stages])):
+        held = most = 0
+        for step in program.order.orders[device]:
+            kept, later = kept_bytes(made, stages[step.stage]), kept_for_weights(made, stages[step.stage])
+            held += {"F": kept, "B": -kept, "I": later - kept, "W": -later}[step.kind]
+            most = max(most, held)
+        every.append(most + sum(rests[stage] for stage in program.order.has(device)))
+        assert every[-1] < 1.05 * planned
+    assert max(every) > 0.85 * found.memory
 
 
 @pytest.mark.parametrize(("schedule", "spared"), [("1f1b", True), ("zb-h1", False)])
