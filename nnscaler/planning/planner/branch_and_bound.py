@@ -33,7 +33,14 @@ from nnscaler.planning.planner.bounds.lagrangian import Prices
 from nnscaler.planning.planner.bounds.rough_equal_layer_pipeline import Least
 from nnscaler.planning.planner.equal_layer_chain import Chain
 from nnscaler.planning.planner.estimate_stages import ComputedAgain
-from nnscaler.planning.planner.evaluate_configuration import Evaluated, beside, evaluate, evaluated, weights_of
+from nnscaler.planning.planner.evaluate_configuration import (
+    Evaluated,
+    beside,
+    by_device,
+    evaluate,
+    evaluated,
+    weights_of,
+)
 from nnscaler.planning.planner.layer_time_memory_tradeoffs import Way
 from nnscaler.planning.planner.planner_graph import PlanningCache
 from nnscaler.planning.planner.stage_partition_dp import StagePartition
@@ -44,14 +51,14 @@ from nnscaler.planning.solver.problem import Infeasible
 
 # Turn the stages of a filled pipeline into a choice for every operation.
 
-TRIES = 3  # limits of memory that are tried
+TRIES = 5  # limits of memory that are tried
 
 
 def evaluate_chain(subject: PlanningCache, c: Configuration, memory: float) -> Evaluated | None:
     """Return the fastest choices found that fit into `memory` bytes, or the last ones tried; None where none are found.
 
-    The graph must be a chain. Where the real stages need more than the fill assumed, the limit is lowered by that much
-    and the fill is tried again, up to `TRIES` times.
+    The graph must be a chain. Where the real stages of a device need more than the fill assumed, its limit is lowered
+    by that much and the fill is tried again, up to `TRIES` times.
     """
     every = layered_of(subject, c, memory)
     assert every
@@ -67,17 +74,19 @@ def evaluate_chain(subject: PlanningCache, c: Configuration, memory: float) -> E
 
 
 def _filled(subject: PlanningCache, layered: Layered, prices: Prices, cut: StagePartition) -> Iterator[Evaluated]:
-    """Yield the choices that fill the memory of one moment, with a lower limit where the real stages need more."""
-    limit = layered.memory
+    """Yield the choices that fill the memory of one moment, with lower limits on devices that really need more."""
+    c = layered.configuration
+    limits = [layered.memory] * c.pp
     for _ in range(TRIES):
-        over = 0.0
-        for stages in fill(replace(layered, memory=limit), prices, cut):
+        over = [0.0] * c.pp
+        for stages in fill(layered, prices, cut, limits):
             found = _placed(subject, layered, stages)
-            over = max(over, found.memory - layered.memory)
+            held = by_device(c, [stage.memory for stage in found.stages])
+            over = [max(most, own - layered.memory) for most, own in zip(over, held, strict=True)]
             yield replace(found, fits=found.memory <= layered.memory)
-        if over == 0.0:
+        if not any(over):
             break
-        limit -= over * 1.01
+        limits = [limit - more * 1.01 for limit, more in zip(limits, over, strict=True)]
 
 
 def _placed(subject: PlanningCache, layered: Layered, stages: Sequence[StageFill]) -> Evaluated:

@@ -8,7 +8,7 @@ Then the layers, and the states between stages, are spread over the stages so th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -95,26 +95,38 @@ class Ways:
 
     def ending(self, most: float) -> Ways:
         """Return the ways with no more than `most` seconds at the end of a step, and a share of `SLACK` more."""
-        most *= 1 + SLACK
-        head = {state: tuple(w for w in own if w.last <= most) for state, own in self.head.items()}
-        layer = {ends: tuple(w for w in own if w.last <= most) for ends, own in self.layer.items()}
-        tail = {state: tuple(w for w in own if w.last <= most) for state, own in self.tail.items()}
-        return Ways(head, layer, tail)
+        return self._of(lambda way: way.last <= most * (1 + SLACK))
+
+    def without_recomputation(self) -> Ways:
+        """Return the ways whose layers are not computed again."""
+        return self._of(lambda way: not way.again)
+
+    def _of(self, kind: Callable[[Way], bool]) -> Ways:
+        head = {state: tuple(filter(kind, own)) for state, own in self.head.items()}
+        layer = {ends: tuple(filter(kind, own)) for ends, own in self.layer.items()}
+        return Ways(head, layer, {state: tuple(filter(kind, own)) for state, own in self.tail.items()})
 
 
-def fill(layered: Layered, prices: Prices, cut: StagePartition) -> Iterator[tuple[StageFill, ...]]:
-    """Yield the stages of the fastest pipelines that are found to fit.
+def fill(
+    layered: Layered, prices: Prices, cut: StagePartition, limits: Sequence[float]
+) -> Iterator[tuple[StageFill, ...]]:
+    """Yield the stages of the fastest pipelines that are found to fit into `limits`, bytes by device.
 
     They are made from all ways, then from those alone that leave less and less to the end of the step. `cut` is that of
     the bound; its states are tried first, with others that are good for many layers.
     """
     pieces = layered.at(prices)
     for hubs in _hubs(layered, pieces):
-        yield from _fill(layered, prices, cut, pieces, hubs)
+        yield from _fill(layered, prices, cut, limits, pieces, hubs)
 
 
 def _fill(
-    layered: Layered, prices: Prices, cut: StagePartition, pieces: Pieces, hubs: Mapping[int, int]
+    layered: Layered,
+    prices: Prices,
+    cut: StagePartition,
+    limits: Sequence[float],
+    pieces: Pieces,
+    hubs: Mapping[int, int],
 ) -> Iterator[tuple[StageFill, ...]]:
     """Yield the pipelines with these choices of the hubs."""
     head, layer, tail = pieces
@@ -136,7 +148,7 @@ def _fill(
     levels = [more[i] for i in np.unique(np.linspace(0, len(more) - 1, LEVELS).astype(int))] if more else []
     made: list[tuple[StageFill, ...]] = []
     for part in (found, *(found.ending(level) for level in (least, *levels[:-1]) if more)):
-        stages = _spread(layered, part, states)
+        stages = _spread(layered, part, states, limits)
         if stages is not None and stages not in made:
             made.append(stages)
             yield stages
@@ -173,9 +185,11 @@ def _states(layer: Priced, hubs: Mapping[int, int]) -> list[int]:
     return [int(best[i]) for i in np.argsort(-counts, kind="stable")]
 
 
-def _spread(layered: Layered, ways: Ways, states: Sequence[int]) -> tuple[StageFill, ...] | None:
-    stages = layered.stages
-    found = {stage: _fastest(layered, ways, stage, states) for stage in set(stages)}
+def _spread(
+    layered: Layered, ways: Ways, states: Sequence[int], limits: Sequence[float]
+) -> tuple[StageFill, ...] | None:
+    stages = list(zip(layered.stages, limits, strict=True))
+    found = {(stage, limit): _fastest(layered, ways, stage, states, limit) for stage, limit in set(stages)}
     # [stages, layers, states, states]: the fastest mixes of all stages
     seconds = np.stack([_table(found[stage], layered.most, len(states)) for stage in stages])
     c = layered.configuration
@@ -226,14 +240,20 @@ def _table(found: Mapping[Ends, Sequence[Mixes]], most: int, states: int) -> Num
     return seconds
 
 
-def _fastest(layered: Layered, ways: Ways, stage: StageKind, states: Sequence[int]) -> dict[Ends, list[Mixes]]:
-    """Return the fastest mixes that fit, by the states that a stage begins and ends in.
+def _fastest(
+    layered: Layered, ways: Ways, stage: StageKind, states: Sequence[int], limit: float
+) -> dict[Ends, list[Mixes]]:
+    """Return the fastest mixes that fit into `limit` bytes, by the states that a stage begins and ends in.
 
     States are numbered as they are listed. The first stage begins in the first state, and the last one ends in it.
     """
     found: dict[Ends, list[Mixes]] = {}
     none: tuple[Way | None, ...] = (None,)
     useful: dict[int, list[Way]] = {}
+    c = layered.configuration
+    in_halves = any(c.figures.in_halves(device, c.chunks) for device in range(c.pp))
+    if in_halves and not (stage.first and stage.chunks == 1):  # what is computed again is kept until W
+        ways = ways.without_recomputation()
     for a, b in ways.layer:
         if (a != b and (stage.first or stage.last or stage.chunks > 1)) or not ways.layer[a, a]:
             continue
@@ -250,7 +270,7 @@ def _fastest(layered: Layered, ways: Ways, stage: StageKind, states: Sequence[in
         tails = _useful(ways.tail[b], stage.live) if stage.last else none
         fixed = tuple(product(heads, turns, tails))
         if fixed:
-            mixes = _mixes(fixed, useful[a], stage.live, layered.memory - received, sent, layered.most)
+            mixes = _mixes(fixed, useful[a], stage.live, limit - received, sent, layered.most)
             mixes.seconds[: stage.chunks] = np.inf  # every stage has a layer
             found.setdefault((begin, end), []).append(mixes)
     return found
