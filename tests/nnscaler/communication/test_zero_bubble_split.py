@@ -137,7 +137,9 @@ def held_between(traced: Traced, ranks: int, plan: Plan, folder: Path, monkeypat
     def step(communicator: Communicator) -> None:
         settings = ExecutorSettings(dropout=False)
         rank = communicator.rank
-        RankExecutor(roles[rank * len(roles) // ranks], rank, communicator, program.state, settings).step(program.inputs)
+        RankExecutor(roles[rank * len(roles) // ranks], rank, communicator, program.state, settings).step(
+            program.inputs
+        )
 
     Simulator(ranks).run(step)
     return found[0]

@@ -23,7 +23,8 @@ def minimal_script(built: BuiltModel, sizes: PlanSizes, options: Mapping[str, An
     config, model = type(built.config), type(built.model)
     ranks, part = sizes.fsdp * sizes.shared, _part(sizes)
     lines = [
-        f"import atexit, os, torch, torch.distributed as dist  # torchrun --nproc_per_node {ranks} this.py; needs accelerate",
+        "import atexit, os, torch, torch.distributed as dist"
+        f"  # torchrun --nproc_per_node {ranks} this.py; needs accelerate",
         _imports(config, model),
         'dist.init_process_group("gloo"), atexit.register(dist.destroy_process_group), torch.manual_seed(0)',
         f"config = {config.__name__}({_arguments(built.config)})",

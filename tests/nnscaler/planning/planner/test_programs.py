@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 
 import pytest
 
 from nnscaler.communication.insert_conversions import materialise
 from nnscaler.communication.stage_memory_and_work import kept_bytes, kept_for_weights, stage_memory
+from nnscaler.ir.operation_annotations import signatures
 from nnscaler.manifest import StageMemory
-from nnscaler.performance.predict_step_time import Prediction, predict
+from nnscaler.performance.predict_step_time import Prediction, Programmed, predict
 from nnscaler.performance.predict_step_time import programmed as plan_program
+from nnscaler.planning.cluster.description import load_cluster
+from nnscaler.planning.constraints import sizes
 from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.cost.model_protocol import Overheads
 from nnscaler.planning.parallel_configurations import Configuration
 from nnscaler.planning.planner.build_certified_plan import plan_of
 from nnscaler.planning.planner.estimate_stages import ComputedAgain
 from nnscaler.planning.planner.evaluate_configuration import Evaluated, by_device, evaluate, evaluated
+from nnscaler.planning.planner.find_plan import find_plan
+from nnscaler.planning.sharding.parameter_and_activation_memory import MemoryBudget
 from nnscaler.planning.sharding.zero_stages import ZERO_1, ZERO_2, ZERO_3
 from nnscaler.scheduling.registry import get_schedule
 from nnscaler.transform.apply import apply_plan
@@ -114,10 +120,25 @@ def test_pipelines_cost_about_what_was_planned(c: Configuration) -> None:
             assert memory.total <= stage.memory * 1.05
 
 
+def held_at_most(program: Programmed) -> list[int]:
+    """Return the bytes of each device when it holds most, counted by its order and by what its stages keep."""
+    stages, graph = program.communicated.stages, program.communicated.partitioned.graph
+    rests = {one.stage: one.total - one.activations for one in stage_memory(program.communicated, program.order)}
+    found = []
+    for device, order in enumerate(program.order.orders):
+        held = most = 0
+        for step in order:
+            kept, later = kept_bytes(graph, stages[step.stage]), kept_for_weights(graph, stages[step.stage])
+            held += {"F": kept, "B": -kept, "I": later - kept, "W": -later}[step.kind]
+            most = max(most, held)
+        found.append(most + sum(rests[stage] for stage in program.order.has(device)))
+    return found
+
+
 @pytest.mark.parametrize(
     ("layers", "c"),
     only(
-        (0, 2),
+        (0,),
         [
             (
                 0,
@@ -138,19 +159,25 @@ def test_a_device_with_unlike_stages_keeps_what_was_planned_when_it_keeps_most(l
     subject = subject_of(graph, c.ranks, within_layers=c.within_layers)
     found = evaluate(subject, c, PLENTY)
     assert found is not None
-    program = plan_program(subject.graph, subject.signatures, plan_of(subject, found))
-    stages, made = program.communicated.stages, program.communicated.partitioned.graph
-    rests = {one.stage: one.total - one.activations for one in stage_memory(program.communicated, program.order)}
-    every = []
-    for device, planned in enumerate(by_device(c, [stage.memory for stage in found.stages])):
-        held = most = 0
-        for step in program.order.orders[device]:
-            kept, later = kept_bytes(made, stages[step.stage]), kept_for_weights(made, stages[step.stage])
-            held += {"F": kept, "B": -kept, "I": later - kept, "W": -later}[step.kind]
-            most = max(most, held)
-        every.append(most + sum(rests[stage] for stage in program.order.has(device)))
-        assert every[-1] < 1.05 * planned
-    assert max(every) > 0.85 * found.memory
+    held = held_at_most(plan_program(subject.graph, subject.signatures, plan_of(subject, found)))
+    planned = by_device(c, [stage.memory for stage in found.stages])
+    assert all(most < 1.05 * told for most, told in zip(held, planned, strict=True))
+    assert max(held) > 0.85 * found.memory
+
+
+@pytest.mark.parametrize(
+    ("schedule", "share"),
+    only((0,), product(("zb-v", "interleaved", "zb-h1", "dualpipe-v"), (0.65, 0.8, 0.95))),
+)
+def test_the_program_of_a_chain_fits_where_its_plan_does(schedule: str, share: float) -> None:
+    """Where backwards run in halves no layer is computed again, and stages of one device are unlike."""
+    graph, cluster = deep(14, tokens=512), load_cluster("h100x8").scaled(4)
+    known, kept = dict(signatures(graph)), sizes(pp=2, schedule=schedule)
+    free = find_plan(graph, known, cluster, memory=MemoryBudget(PLENTY), constraint=kept)
+    limit = share * free.best.memory
+    found = find_plan(graph, known, cluster, memory=MemoryBudget(limit), constraint=kept)
+    assert found.best.memory <= limit and found.best.seconds < 1.2 * free.best.seconds
+    assert max(held_at_most(plan_program(graph, known, found.plan))) < 1.03 * limit
 
 
 @pytest.mark.parametrize(("schedule", "spared"), [("1f1b", True), ("zb-h1", False)])
