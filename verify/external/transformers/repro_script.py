@@ -14,6 +14,7 @@ from verify.external.transformers.check_parallel_degrees import PlanSizes
 from verify.external.transformers.find_and_change_config import fields_of, library
 from verify.external.transformers.shrink_config import lacking
 
+NEEDED = "needs accelerate"
 WRONG = 1e-2  # relative error of a gradient in float32 from which the script calls it wrong; rounding gives 1e-6
 MOVED = "(held in another order)"  # what it says of a parameter that is not where its layout says
 
@@ -23,8 +24,7 @@ def minimal_script(built: BuiltModel, sizes: PlanSizes, options: Mapping[str, An
     config, model = type(built.config), type(built.model)
     ranks, part = sizes.fsdp * sizes.shared, _part(sizes)
     lines = [
-        "import atexit, os, torch, torch.distributed as dist"
-        f"  # torchrun --nproc_per_node {ranks} this.py; needs accelerate",
+        f"import atexit, os, torch, torch.distributed as dist  # torchrun --nproc_per_node {ranks} this.py; {NEEDED}",
         _imports(config, model),
         'dist.init_process_group("gloo"), atexit.register(dist.destroy_process_group), torch.manual_seed(0)',
         f"config = {config.__name__}({_arguments(built.config)})",
