@@ -193,7 +193,10 @@ def _memory_of(text: str | None) -> float | None:
 
 def is_words(spec: str) -> bool:
     """Return whether it says itself what the plan is (axes, auto, a ready policy), and is no file and no function."""
-    return "::" not in spec and ("=" in spec or parse_auto(spec) is not None or parse_ready(spec) is not None)
+    if "::" in spec:
+        return False
+    axes = "=" in spec and "/" not in spec and not spec.endswith(".json")  # a folder may be called `gpt-dp=2`
+    return axes or parse_auto(spec) is not None or parse_ready(spec) is not None
 
 
 def ranks_asked(request: CompileRequest) -> int | None:

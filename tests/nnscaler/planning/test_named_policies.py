@@ -15,7 +15,7 @@ from nnscaler.cli.pytest_assertions import check_plan
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation_annotations import signatures
-from nnscaler.plan_source import CompileRequest, ranks_asked
+from nnscaler.plan_source import CompileRequest, ranks_asked, read_plan
 from nnscaler.plan_source import check_plan as check_request
 from nnscaler.planning.named_policies import READY, make_ready, parse_ready
 from nnscaler.tracing import trace
@@ -162,6 +162,14 @@ def test_stages_of_equal_work_are_cut_within_layers(plan: str, ranks: int) -> No
 def test_axes_say_the_ranks() -> None:
     assert ranks_asked(CompileRequest(plan="megatron:dp=2,tp=2")) == 4
     assert ranks_asked(CompileRequest(plan="megatron")) is None
+
+
+def test_a_folder_whose_name_has_axes_in_it_is_a_folder(tmp_path: Path) -> None:
+    plan, folder = Plan((("dp", 2), ("tp", 4))), tmp_path / "gpt-dp=2,tp=4"
+    folder.mkdir()
+    (folder / "plan.json").write_text(plan.to_json(), encoding="utf-8")
+    for spec in (folder, folder / "plan.json"):
+        assert read_plan(str(spec)) == plan and ranks_asked(CompileRequest(plan=str(spec))) == 8
 
 
 def test_each_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
