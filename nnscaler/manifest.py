@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from nnscaler.records_as_json import RecordError, decode, encode
@@ -161,14 +161,8 @@ class When:
 
 @dataclass(frozen=True, slots=True)
 class CommunicationTotal:
-    """Sums over classes of one axis, kind and direction.
-
-    axis        of the mesh
-    kind        of the collective
-    direction   forward, backward, recompute, parameter, gradient or loss
-    calls       over all groups
-    bytes       over all ranks
-    """
+    """Sums over classes of one axis of the mesh, kind of collective, and direction: forward, backward, recompute,
+    parameter, gradient or loss. `calls`: over all groups; `bytes`: over all ranks."""
 
     axis: str
     kind: str
@@ -221,13 +215,8 @@ class CommunicationClass:
 
 @dataclass(frozen=True, slots=True)
 class CommunicationProfile:
-    """The communication of one step; docs/reports/comm-profile.schema.json describes it.
-
-    version  of the schema
-    unit     of the numbers, in words
-    totals   largest first
-    classes  in the order of stages and of first occurrence
-    """
+    """The communication of one step; docs/reports/comm-profile.schema.json, of this `version`, describes it. `unit`: of
+    the numbers, in words; `totals`: largest first; `classes`: in the order of stages and of first occurrence."""
 
     version: int
     unit: str
@@ -237,11 +226,8 @@ class CommunicationProfile:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """The time in which an instruction runs: a pass of a micro-batch through a stage.
-
-    kind         F forward, B backward, I and W the two halves of one
-    start, end   in the unit of the timeline
-    """
+    """The time in which an instruction runs, in the unit of the timeline: a pass of a micro-batch through a stage.
+    `kind`: F forward, B backward, I and W the two halves of one."""
 
     kind: str
     stage: int
@@ -272,12 +258,12 @@ class TimelineRows:
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """Bytes on one rank of a stage, on that with the largest shards. Several stages of one role add up.
+    """Bytes on one rank of a stage, on that with the largest shards. Several stages of one role add up (`rank_memory`).
 
     ranks        as text
     parameters   as they rest, and as they are read where that is another tensor; with buffers and constants
     gradients    as they are added up over micro-batches
-    activations  of all micro-batches in flight
+    activations  of all micro-batches in flight, when the stages of the role keep most together
     total        at the moment of the step when most is held
     optimizer    its states; 0 in programs of older versions, which did not count them
     """
@@ -290,6 +276,17 @@ class StageMemory:
     activations: int
     total: int
     optimizer: int = 0
+
+
+def rank_memory(rows: Sequence[StageMemory]) -> list[tuple[list[int], StageMemory]]:
+    """Return, by role, its stages and what they hold together."""
+    found = []
+    for role in sorted({row.role for row in rows}):
+        own = [row for row in rows if row.role == role]
+        names = ("parameters", "gradients", "activations", "total", "optimizer")
+        held = {name: sum(getattr(row, name) for row in own) for name in names}
+        found.append(([row.stage for row in own], replace(own[0], **held)))
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

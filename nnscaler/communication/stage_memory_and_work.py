@@ -9,11 +9,11 @@ Memory, of one rank (of the one with the largest shards), in bytes, at the momen
   micro-batches: like the leaf (ZeRO-1), or like the parameter at rest (ZeRO-2 and 3);
 * optimizer: its states, by their bytes per element at rest;
 * activations: the shards whose values backward reads, of every micro-batch between its forward and its backward, by the
-  order of the schedule. A value is read by backward where the operator is not linear in it (`kept_inputs`);
-  views count as the tensors that they show. Of a recomputed group only its inputs are kept. Of a region that runs in
-  pieces and computes them again, its inputs, and what one piece keeps while it is computed again. Between the two
-  halves of a backward it is what the second one reads: values that lead to gradients of parameters, recomputed ones
-  too, and the gradients that have arrived there.
+  order of the schedule; of several stages of one rank, at the moment when they keep most together. A value is read by
+  backward where the operator is not linear in it (`kept_inputs`); views count as the tensors that they show. Of a
+  recomputed group only its inputs are kept. Of a region that runs in pieces and computes them again, its inputs, and
+  what one piece keeps while it is computed again. Between the two halves of a backward it is what the second one reads:
+  values that lead to gradients of parameters, recomputed ones too, and the gradients that have arrived there.
 
 Under ZeRO-2 a backward ends with whole gradients, when the activations of its micro-batch are gone: where these are the
 smaller ones, that is the moment when most is held, and the total is of it.
@@ -63,7 +63,7 @@ from nnscaler.planning.sharding.parameter_and_activation_memory import (
     parameter_memory,
 )
 from nnscaler.scheduling.schedule import Schedule
-from nnscaler.scheduling.timeline import peak_of_stage
+from nnscaler.scheduling.timeline import kept_at_peak
 
 
 def stage_memory(
@@ -72,13 +72,31 @@ def stage_memory(
     """Return the memory of every stage, on each of its devices. `optimizer`: bytes that the optimizer keeps of an
     element."""
     graph, ranks = communicated.partitioned.graph, [ranks_text(own) for own in communicated.partitioned.devices]
-    found = {program.stage: _memory(graph, program, schedule, optimizer) for program in communicated.stages}
+    kept, later, found = {}, {}, {}
+    for program in communicated.stages:
+        stage = program.stage
+        kept[stage.index] = [kept_bytes(graph, program, index) for index in range(stage.slices)]
+        later[stage.index] = kept_for_weights(graph, program)
+        found[stage.index] = _memory(graph, program, schedule, optimizer, max(kept[stage.index]))
+    peaks = []
+    for device in range(len(ranks)):
+        own = [program.stage.index for program in communicated.on(device)]
+        peaks.append(kept_at_peak(schedule, device, {stage: kept[stage] for stage in own}, later))
     return tuple(
-        replace(memory, role=device, ranks=ranks[device]) for stage, memory in found.items() for device in stage.devices
+        replace(
+            found[stage.index],
+            role=device,
+            ranks=ranks[device],
+            activations=found[stage.index].activations + peaks[device][stage.index],
+            total=found[stage.index].total + peaks[device][stage.index],
+        )
+        for stage in (program.stage for program in communicated.stages)
+        for device in stage.devices
     )
 
 
-def _memory(graph: Graph, program: StageProgram, schedule: Schedule, optimizer: float) -> StageMemory:
+def _memory(graph: Graph, program: StageProgram, schedule: Schedule, optimizer: float, each: int) -> StageMemory:
+    """Return the memory of a stage without what its micro-batches keep. `each`: what one of them keeps."""
     stage = program.stage
     # shards are those of the first ranks, the largest ones; but owners hold what others do not
     places = [tuple(at) for at in product(*(range(n) if owned else (0,) for n, owned in _owned(program)))]
@@ -91,18 +109,15 @@ def _memory(graph: Graph, program: StageProgram, schedule: Schedule, optimizer: 
     )
     if program.gradient and schedule.staleness:
         parameters += schedule.staleness[stage.index] * _trained_bytes(graph, program)
-    of_slices = [kept_bytes(graph, program, index) for index in range(stage.slices)]
-    each = max(of_slices)
-    activations = peak_of_stage(schedule, stage.index, of_slices, kept_for_weights(graph, program))
     arriving = sum(
         prod(local_shape(stored.leaf, stage.sizes, tensor.shape)) * element_bytes(gradient_dtype(tensor.dtype))
         for stored in program.stored
         if program.gradient and stored.rest and stored.scatter == "micro_batch" and graph.consumers[stored.tensor]
         for tensor in (graph.tensors[stored.tensor],)
     )
-    activations += max(piece_bytes(graph, program).values(), default=0)
-    total = parameters + gradients + states + activations + max(0, arriving - each)
-    return StageMemory(stage.index, 0, "", parameters, gradients, activations, total, states)
+    piece = max(piece_bytes(graph, program).values(), default=0)
+    total = parameters + gradients + states + piece + max(0, arriving - each)
+    return StageMemory(stage.index, 0, "", parameters, gradients, piece, total, states)
 
 
 def _trained_bytes(graph: Graph, program: StageProgram) -> int:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 from nnscaler.instructions import Instruction, StageEdge
 from nnscaler.manifest import Bar, TimelineRow, TimelineRows
@@ -124,7 +123,7 @@ def timeline_of(schedule: Schedule, rows: Sequence[Sequence[Span]]) -> Timeline:
         tuple(tuple(row) for row in rows),
         makespan,
         1 - busy / available if available else 0.0,
-        tuple(_peak(order) for order in schedule.orders),
+        tuple(sum(_ones_at_peak(schedule, device)) for device in range(len(schedule.orders))),
     )
 
 
@@ -149,22 +148,38 @@ def format_timeline(timeline: Timeline, unit: float = 1.0) -> str:
 
 
 def peak_of_stage(schedule: Schedule, stage: int, kept: int | Sequence[int] = 1, later: int = 1) -> int:
-    """Return the most that one stage keeps for passes that are still to come or running.
+    """Return the most that one stage keeps for passes that are still to come or running, as `kept_at_peak` counts it.
+    With 1 for each this is a number of micro-batches."""
+    return kept_at_peak(schedule, schedule.devices[stage][0], {stage: kept}, {stage: later})[stage]
 
-    `kept`: what it keeps of a micro-batch, or of each of its slices, for its backward, or for both halves of it;
-    `later`: for W alone. With 1 for each this is a number of micro-batches.
+
+def kept_at_peak(
+    schedule: Schedule, device: int, kept: Mapping[int, int | Sequence[int]], later: Mapping[int, int]
+) -> dict[int, int]:
+    """Return what stages of a device keep for passes that are still to come or running, at the moment when they keep
+    most together.
+
+    kept   by stage, what it keeps of a micro-batch, or of each of its slices, for its backward or both halves of it
+    later  the same for W alone
     """
-    return _peak(schedule.passes_of(stage), kept, later)
-
-
-def _peak(order: Sequence[Instruction], kept: int | Sequence[int] = 1, later: int = 1) -> int:
+    order = schedule.orders[device]
     trained = {i.stage for i in order if i.kind in BACKWARD}  # other stages keep nothing
+    held, most = dict.fromkeys(kept, 0), 0
+    found = dict(held)
+    for step in order:
+        if step.stage not in held or step.stage not in trained:
+            continue
+        own, weights = kept[step.stage], later[step.stage]
+        each = own if isinstance(own, int) else own[step.at[-1] if len(own) > 1 else 0]
+        held[step.stage] += {"F": each, "B": -each, "I": weights - each, "W": -weights, "U": 0}[step.kind]
+        if sum(held.values()) > most:
+            most, found = sum(held.values()), dict(held)
+    return found
 
-    def change(instruction: Instruction) -> int:
-        each = kept if isinstance(kept, int) else kept[instruction.at[-1] if len(kept) > 1 else 0]
-        return {"F": each, "B": -each, "I": later - each, "W": -later, "U": 0}[instruction.kind]
 
-    return max(accumulate((change(i) for i in order if i.stage in trained), initial=0))
+def _ones_at_peak(schedule: Schedule, device: int) -> Collection[int]:
+    ones = dict.fromkeys(schedule.has(device), 1)
+    return kept_at_peak(schedule, device, ones, ones).values()
 
 
 def kept_at_once(schedule: Schedule, device: int) -> frozenset[tuple[int, ...]]:

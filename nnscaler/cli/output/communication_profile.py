@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from nnscaler.atomic_writes import write_text
 from nnscaler.errors import NnscalerError
-from nnscaler.manifest import CommunicationClass, CommunicationProfile, StageMemory
+from nnscaler.manifest import CommunicationClass, CommunicationProfile, StageMemory, rank_memory
 from nnscaler.records_as_json import encode
 
 if TYPE_CHECKING:
@@ -82,15 +82,13 @@ def total_lines(profile: CommunicationProfile) -> list[str]:
 
 
 def memory_lines(memory: Sequence[StageMemory]) -> list[str]:
-    """Return a line per stage with the bytes that a rank of it is estimated to hold; stages that hold the same share
-    one."""
-    merged: dict[object, list[StageMemory]] = {}
-    for e in memory:
-        merged.setdefault((e.parameters, e.gradients, e.optimizer, e.activations, e.total), []).append(e)
-    rows = [
-        (_stages(e.stage for e in found), *map(bytes_text, key))  # type: ignore[call-overload]
-        for key, found in merged.items()
-    ]
+    """Return a line with the bytes that a rank is estimated to hold, of all of its stages together; ranks that hold the
+    same share one."""
+    merged: dict[tuple[int, ...], list[int]] = {}
+    for stages, held in rank_memory(memory):
+        key = (held.parameters, held.gradients, held.optimizer, held.activations, held.total)
+        merged.setdefault(key, []).extend(stages)
+    rows = [(_stages(stages), *map(bytes_text, key)) for key, stages in merged.items()]
     heads = ("stages", "parameters", "gradients", "optimizer", "activations", "at most on a rank")
     return text_table(heads, rows, right=(1, 2, 3, 4, 5)) if rows else []
 

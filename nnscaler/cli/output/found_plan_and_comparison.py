@@ -127,11 +127,13 @@ def comparison(name: str, before: Replay, now: Replay, every: bool, optimizer: f
     `every`: name all operations. `optimizer`: bytes that the optimizer keeps of an element.
     """
     from nnscaler.communication.stage_memory_and_work import stage_memory
+    from nnscaler.manifest import rank_memory
     from nnscaler.planning.cluster.description import show_bytes, show_seconds
     from nnscaler.planning.compare_plans_and_choices import differences
 
     found = differences(before.communicated.partitioned, now.communicated.partitioned)
-    held = [show_bytes(max(m.total for m in stage_memory(r.communicated, r.order, optimizer))) for r in (before, now)]
+    ranks = [rank_memory(stage_memory(r.communicated, r.order, optimizer)) for r in (before, now)]
+    held = [show_bytes(max(rank.total for _, rank in each)) for each in ranks]
     times = f"{show_seconds(before.seconds)} a step before, {show_seconds(now.seconds)} now"
     memory = f"{held[0]} a rank before, {held[1]} now"
     lines = [f"against {name}, both simulated: {times} ({now.seconds / before.seconds - 1:+.1%}); {memory}"]

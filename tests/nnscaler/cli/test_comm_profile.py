@@ -86,6 +86,13 @@ def test_memory_of_equal_stages_shares_a_line() -> None:
     assert last.split()[0] == "2" and memory_lines([]) == []
 
 
+def test_memory_of_stages_of_one_rank_adds_up() -> None:
+    rows = [StageMemory(i, i % 2, str(i % 2), 1024, 1024, 512 * (i + 1), 2560 + 512 * i, 0) for i in range(4)]
+    _, first, second = memory_lines(rows)
+    assert first.split() == ["0,2", "2", "KiB", "2", "KiB", "0", "B", "2", "KiB", "6", "KiB"]
+    assert second.split()[0] == "1,3" and second.split()[-2:] == ["7", "KiB"]
+
+
 def test_classes_of_equal_stages_share_a_line() -> None:
     _, first, second = class_lines(PROFILE)
     assert first.split()[:9] == ["all_reduce", "forward", "tp", "0,1", "8", "(0-7)", "8", "3", "MiB"]

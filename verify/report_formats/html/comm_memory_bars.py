@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from nnscaler.manifest import CommunicationProfile, CommunicationTotal, StageMemory
+from nnscaler.manifest import CommunicationProfile, CommunicationTotal, StageMemory, rank_memory
 from nnscaler.records_as_json import encode
 from verify.report_formats.html.page_elements import count, escape, folded, panel, percent, size, table, value_html
 from verify.report_formats.html.timeline import hue
@@ -68,7 +68,7 @@ def _cell(name: str, value: Any) -> str:
 
 def memory_panel(memory: Sequence[StageMemory] | None) -> str:
     """Return a stacked bar per role; roles that need the same are one bar."""
-    rows = memory or ()
+    rows = [held for _, held in rank_memory(memory or ())]
     largest = max((row.total for row in rows), default=0)
     if not largest:
         return ""

@@ -10,7 +10,7 @@ import pytest
 from nnscaler.communication.insert_conversions import materialise
 from nnscaler.communication.stage_memory_and_work import kept_bytes, kept_for_weights, stage_memory
 from nnscaler.ir.operation_annotations import signatures
-from nnscaler.manifest import StageMemory
+from nnscaler.manifest import StageMemory, rank_memory
 from nnscaler.performance.predict_step_time import Prediction, Programmed, predict
 from nnscaler.performance.predict_step_time import programmed as plan_program
 from nnscaler.planning.cluster.description import load_cluster
@@ -123,7 +123,8 @@ def test_pipelines_cost_about_what_was_planned(c: Configuration) -> None:
 def held_at_most(program: Programmed) -> list[int]:
     """Return the bytes of each device when it holds most, counted by its order and by what its stages keep."""
     stages, graph = program.communicated.stages, program.communicated.partitioned.graph
-    rests = {one.stage: one.total - one.activations for one in stage_memory(program.communicated, program.order)}
+    told = stage_memory(program.communicated, program.order)
+    rests = {one.stage: one.total - one.activations for one in told}
     found = []
     for device, order in enumerate(program.order.orders):
         held = most = 0
@@ -132,6 +133,7 @@ def held_at_most(program: Programmed) -> list[int]:
             held += {"F": kept, "B": -kept, "I": later - kept, "W": -later}[step.kind]
             most = max(most, held)
         found.append(most + sum(rests[stage] for stage in program.order.has(device)))
+    assert found == [one.total for _, one in rank_memory(told)]
     return found
 
 
