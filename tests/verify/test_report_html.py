@@ -293,10 +293,12 @@ def test_volumes_and_memory() -> None:
     page = Page(source([replace(RIGHT, attachments=Attachments(communication_profile=profile))]))
     assert "6 calls and 6 kB in a step." in page.text
     assert "tp 4 kB, 4 calls" in page.text and "all_reduce 5 kB, 5 calls" in page.text
-    rows = tuple(StageMemory(0, 0, ranks, 2000, 1000, 500, 3500) for ranks in ("0-3", "4-7"))
+    rows = tuple(StageMemory(role, role, ranks, 2000, 1000, 500, 3500) for role, ranks in enumerate(("0-3", "4-7")))
     text = source([replace(RIGHT, attachments=Attachments(memory=rows))])
     assert "0-3, 4-7" in text and "at most 3.5 kB" in text
     assert re.findall(r'<i style="width:([\d.]+)%;background[^"]*" title', text) == ["57.143", "28.571", "14.286"]
+    second = tuple(replace(row, stage=row.stage + 2) for row in rows)
+    assert "at most 7 kB" in source([replace(RIGHT, attachments=Attachments(memory=(*rows, *second)))])
 
 
 def test_sizes() -> None:
