@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from nnscaler.codegen.compiled_program import Program
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.ir.mixed_precision_dtypes import Precision
+from nnscaler.manifest import rank_memory
 from nnscaler.records_as_json import encode
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.sharded_parameter_gathers import WholeView
@@ -147,6 +148,15 @@ def test_memory(traced: Traced, plan: str, tmp_path: Path) -> None:
             )  # fmt: skip
         assert entry.total == entry.parameters + entry.gradients + entry.optimizer + entry.activations
         assert 0.6 < entry.activations / found.activations < 1.5, (rank, entry.activations, found.activations)
+
+
+def test_what_several_stages_of_a_rank_keep_together(tmp_path: Path) -> None:
+    wanted = WantedPlan(2, "pp=2", micro_batches=6, schedule="interleaved:3")
+    program = compile_traced(traced_examples.traced("gpt"), wanted, model={"name": "m"})
+    seen = held(program, tmp_path)
+    for found, (stages, entry) in zip(seen.values(), rank_memory(program.manifest.memory), strict=True):
+        assert len(stages) == 3 and 0.97 < entry.activations / found.activations < 1.0
+        assert (entry.parameters, entry.optimizer) == (found.parameters, found.optimizer)
 
 
 ZERO = {
