@@ -29,7 +29,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.manifest import Manifest
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.communicator_of_backend import torch_communicator
-from nnscaler.runtime.communication.join_process_group import ProcessPlace, choose_device, join, torchrun_place
+from nnscaler.runtime.communication.join_process_group import ProcessPlace, torchrun_place
 from nnscaler.runtime.program.program_directory import groups_of, pairs_of
 from nnscaler.runtime.stage_base_class import INPUT_GRADIENT, RunContext
 from nnscaler.runtime.training.async_pipeline import StreamExecutor
@@ -48,6 +48,7 @@ from nnscaler.training.program_on_rank import (
     EngineSettings,
     Running,
     check_alike,
+    joined,
     named_buffers,
     run_program,
     stages_of_roles,
@@ -96,9 +97,7 @@ def connected(
         raise NnscalerError("wrong_ranks", message, help=f"torchrun --nproc-per-node {ranks} ..., or another plan")
     if place is None:
         return Communicator(0, 1), chosen
-    backend, device = choose_device(chosen.device, place)
-    if not torch.distributed.is_initialized():
-        join(backend, place.rank, place.world_size, device)
+    backend, device = joined(place, chosen.device)
     stages = stages_of_roles(sent(program), chosen.cache)
     groups, pairs = groups_of(stages), pairs_of(stages)
     communicator = torch_communicator(backend, place.rank, place.world_size, device, groups=groups, pairs=pairs)

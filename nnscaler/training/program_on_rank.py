@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +13,8 @@ from torch import Tensor
 from nnscaler.errors import NnscalerError
 from nnscaler.layout import Partial, Sharded
 from nnscaler.manifest import MANIFEST
-from nnscaler.runtime.communication.communicator import Communicator
+from nnscaler.runtime.communication.communicator import CommunicationError, Communicator, ProgramError
+from nnscaler.runtime.communication.join_process_group import ProcessPlace, choose_device, join
 from nnscaler.runtime.keep_freed_memory import keep_freed_memory
 from nnscaler.runtime.program.import_role_and_user_files import letting_go, load_role
 from nnscaler.runtime.program.program_directory import rank_with_loss
@@ -25,8 +27,24 @@ from nnscaler.runtime.training.cut_batch import inputs_read_whole, part_axes
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.executor_settings import ExecutorSettings
 from nnscaler.training.programs_by_batch_size import SentProgram, Vouch, folder_of
+from nnscaler.training.run_ranks_as_processes import STORE
 
 NO_LOSS, EVERY_RANK = -1, -2
+
+
+def joined(place: ProcessPlace, choice: str) -> tuple[str, torch.device]:
+    """Join the other ranks, where this process has not; return the backend and this rank's device. `choice`: auto, cpu
+    or cuda. Raises NnscalerError: `wrong_ranks`, and `rank_lost` where some do not come."""
+    try:
+        backend, device = choose_device(choice, place)
+        if not torch.distributed.is_initialized():
+            store = os.environ.get(STORE)
+            join(backend, place.rank, place.world_size, device, Path(store) if store else None)
+    except CommunicationError as error:
+        raise NnscalerError("rank_lost", str(error)) from error
+    except ProgramError as error:
+        raise NnscalerError("wrong_ranks", str(error)) from error
+    return backend, device
 
 
 @dataclass(frozen=True)

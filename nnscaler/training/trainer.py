@@ -2,14 +2,12 @@
 
     Trainer(model="gpt.py", data={"source": "text.py::datasets"}, steps=1000).fit()
 
-`nnscaler train run.toml` is this with the settings of a file, on ranks that it starts. Under torchrun every rank makes
-a trainer and calls `fit`; all of them do the same, and see the same loss.
+`nnscaler train run.toml` is this with a file's settings, on ranks that it starts; under torchrun every rank fits one.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -23,9 +21,7 @@ import torch.distributed
 from torch import nn
 
 from nnscaler.errors import NnscalerError
-from nnscaler.exception_in_one_line import in_one_line
-from nnscaler.runtime.communication.communicator import ProgramError
-from nnscaler.runtime.communication.join_process_group import ProcessPlace, choose_device, join, leave, torchrun_place
+from nnscaler.runtime.communication.join_process_group import ProcessPlace, leave, torchrun_place
 from nnscaler.runtime.nested_values import tensors_in
 from nnscaler.runtime.training.saving.checkpoint import check_writable
 from nnscaler.training.build_from_settings import (
@@ -44,9 +40,9 @@ from nnscaler.training.check_replicas import check_replicas
 from nnscaler.training.engine import Batch, Engine, start
 from nnscaler.training.loggers import Logger, StepProfiler, StepReport, ValidationReport, make_loggers, memory_in_use
 from nnscaler.training.loss_scaler import LossScaler, has_nonfinite, on_any_rank
+from nnscaler.training.program_on_rank import joined
 from nnscaler.training.programs_by_batch_size import Vouch
 from nnscaler.training.read_settings import idle, ranks_of, settings_of
-from nnscaler.training.run_ranks_as_processes import STORE
 from nnscaler.training.sample_order_and_loader import Loader, SampleOrder
 from nnscaler.training.saving.checkpoints import Checkpoints
 from nnscaler.training.saving.settings_overridden_by_checkpoint import LoadedSchedule, MadeGroups
@@ -124,8 +120,7 @@ class Trainer:
         self._say, self._warn, self._vouch = progress or (lambda text: None), warn, vouch
         self._loggers: Sequence[Logger] = ()
         self._stopping = self._asked = self._interrupted = self.running = False
-        self.step, self.loss, self.validation_loss = 0, math.nan, None
-        self.schedule, self.checkpoints = None, None
+        self.step, self.loss, self.validation_loss, self.schedule, self.checkpoints = 0, math.nan, None, None, None
 
     def stop(self) -> None:
         """End the run after this step, as hooks may want it, also those of one rank alone."""
@@ -138,7 +133,9 @@ class Trainer:
     def fit(self) -> Result:
         """Make the program, and train to the end. Raises NnscalerError."""
         place = torchrun_place()
-        joined = _joined(place, self.settings.device)
+        joins = place is not None and not torch.distributed.is_initialized()
+        if place is not None:
+            joined(place, self.settings.device)
         try:
             self._prepare(place or ProcessPlace(0, 1, 0, 1))
             self.running = True
@@ -147,7 +144,7 @@ class Trainer:
             self.running = False
             for logger in self._loggers:
                 logger.close()
-        if joined:
+        if joins:
             self.engine.communicator.barrier(range(self.engine.world_size))  # who leaves early cuts connections
             leave()
         last = None if math.isnan(self.loss) and ended != "not finite" else self.loss
@@ -244,9 +241,10 @@ class Trainer:
         settings = self.settings
         self._call("on_start")
         batches = self._batches()
-        saved, ended = self.step, "finished"
+        self._validate_again()
+        saved, ended = self.step, "stopped" if self._stopping else "finished"
         with StepProfiler(settings, self.engine.rank) as profiler:
-            while not self._steps or self.step < self._steps:
+            while not self._stopping and (not self._steps or self.step < self._steps):
                 profiler.before(self.step + 1)
                 begin, epochs = time.perf_counter(), self.loader.completed
                 group = list(islice(batches, settings.accumulation))
@@ -260,14 +258,8 @@ class Trainer:
                 if settings.check_replicas_every and self.step % settings.check_replicas_every == 0:
                     check_replicas(self.engine, self.optimizer)
                 self._call("on_step")
-                ending, every = self._stopping or self._at_end(), settings.validation.every
-                validates = every and (self.step % every == 0 or ending)  # a run that goes on has no others
-                if validates:
-                    self._validate()
-                if self._save(request=ending or self._stopping or self._interrupted):
+                if self._end_step():
                     saved = self.step
-                elif validates and self.checkpoints is not None:
-                    self.checkpoints.score(math.nan)  # it is that of other parameters than the next one has
                 if self._stopping or self._interrupted:
                     ended = "stopped" if self._stopping else "interrupted"
                     break
@@ -277,6 +269,28 @@ class Trainer:
             self.checkpoints.finish()
         self._call("on_end")
         return ended  # type: ignore[return-value]
+
+    def _end_step(self) -> bool:
+        """Validate and save what is due after a step; return whether a checkpoint was written."""
+        ending = self._stopping or self._at_end()
+        validates = self._validates(ending)
+        # A validation may raise, or be killed: what is due is written before, and once more with its score.
+        written = validates and self._save(request=ending or self._interrupted, ended=False)
+        if validates:
+            self._validate()
+        done = self._save(request=written or ending or self._stopping or self._interrupted)
+        if validates and not done and self.checkpoints is not None:
+            self.checkpoints.score(None)  # it is that of other parameters than the next one has
+        return done
+
+    def _validates(self, ending: bool) -> bool:  # a run that goes on has no others
+        return (every := self.settings.validation.every) > 0 and (self.step % every == 0 or ending)
+
+    def _validate_again(self) -> None:
+        """Make the validation of the checkpoint's step, where the run that wrote it ended in it."""
+        if self.checkpoints and not self.checkpoints.scored and self._validates(self._at_end()):
+            self._validate()
+            self._save(request=True)
 
     def _at_end(self) -> bool:
         """Say if the step was the last one."""
@@ -320,14 +334,11 @@ class Trainer:
         empty = 0  # epochs in a row without a batch
         while self.settings.steps or self.loader.epoch < self.settings.epochs:
             empty += 1
-            for batch in self._read(self.loader):
+            for batch in read_batches(self.loader, self.settings, self.engine.manifest):
                 empty = 0
                 yield batch
             if empty == 2:
                 raise NnscalerError("bad_data", "the training data has no batch")
-
-    def _read(self, batches: Loader) -> Iterator[Batch]:
-        return read_batches(batches, self.settings, self.engine.manifest)
 
     def _validate(self) -> None:
         settings = self.settings.validation
@@ -335,7 +346,8 @@ class Trainer:
         order = SampleOrder(settings.batch_size or self.settings.data.batch_size, seed=self.settings.seed)
         batches = self._loader(self._parts.validation, order)
         total, rows, count = 0.0, 0, 0
-        for batch in islice(self._read(batches), settings.batches or None):
+        read = read_batches(batches, self.settings, self.engine.manifest)
+        for batch in islice(read, settings.batches or None):
             size = batches.samples - rows
             total, rows, count = total + float(self.engine.evaluate(batch)) * size, rows + size, count + 1
         if not rows:
@@ -349,13 +361,16 @@ class Trainer:
             logger.validation(report)
         self._call("on_validation")
 
-    def _save(self, *, request: bool) -> bool:
+    def _save(self, *, request: bool, ended: bool = True) -> bool:
+        """Save, where it is due or requested; return whether it was. `ended`: all of the step has been done."""
         if self.checkpoints is None:
             return False
         if request:
             self.checkpoints.request()
+        if not ended:
+            self.checkpoints.score(None)
         done = self.checkpoints.save(self.step, self.engine, self.optimizer, self.schedule, self.loader, self._scaler)
-        if done:
+        if done and ended:
             self._call("on_checkpoint")
         return done
 
@@ -383,18 +398,3 @@ class Trainer:
         for hook in self._parts.hooks[point]:
             hook(self)
             (self._stopping,) = on_any_rank(self.engine, self._stopping)
-
-
-def _joined(place: ProcessPlace | None, device: str) -> bool:
-    """Join the other ranks, where there are any; return whether this did."""
-    if place is None or torch.distributed.is_initialized():
-        return False
-    try:
-        backend, chosen = choose_device(device, place)
-        store = os.environ.get(STORE)
-        join(backend, place.rank, place.world_size, chosen, Path(store) if store else None)
-    except ProgramError as error:
-        raise NnscalerError("wrong_ranks", str(error)) from error
-    except RuntimeError as error:  # of torch.distributed: a rank that does not come, say
-        raise NnscalerError("rank_lost", f"rank {place.rank} cannot join the others: {in_one_line(error)}") from error
-    return True

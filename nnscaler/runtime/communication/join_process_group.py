@@ -17,7 +17,8 @@ import torch
 import torch.distributed
 from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 
-from nnscaler.runtime.communication.communicator import ProgramError
+from nnscaler.exception_in_one_line import in_one_line
+from nnscaler.runtime.communication.communicator import CommunicationError, ProgramError
 
 # The launcher and the user decide when a job takes too long: torch's own limit is set out of the way.
 _NO_LIMIT = timedelta(days=7)
@@ -44,11 +45,15 @@ def torchrun_place(environment: Mapping[str, str] | None = None) -> ProcessPlace
     variables = os.environ if environment is None else environment
     if "RANK" not in variables and "WORLD_SIZE" not in variables:
         return None
+    missing = next((name for name in ("RANK", "WORLD_SIZE") if name not in variables), None)
+    if missing:
+        there = "RANK" if missing != "RANK" else "WORLD_SIZE"
+        raise ProgramError(f"{there}={variables[there]} is set, and {missing} is not: torchrun sets both; or unset it")
     try:
         rank, world_size = int(variables["RANK"]), int(variables["WORLD_SIZE"])
         local_rank, local_size = variables.get("LOCAL_RANK", rank), variables.get("LOCAL_WORLD_SIZE", world_size)
         place = ProcessPlace(rank, world_size, int(local_rank), int(local_size))
-    except (KeyError, ValueError) as error:
+    except ValueError as error:
         raise ProgramError(f"RANK, WORLD_SIZE, LOCAL_RANK or LOCAL_WORLD_SIZE is set wrongly: {error}") from None
     if not 0 <= place.rank < place.world_size:
         raise ProgramError(f"RANK is {place.rank} and WORLD_SIZE {place.world_size}")
@@ -72,17 +77,25 @@ def choose_device(choice: str, place: ProcessPlace) -> tuple[str, torch.device]:
 def join(backend: str, rank: int, world_size: int, device: torch.device, store: Path | None = None) -> None:
     """Make the default process group: through the file `store`, else through torchrun's environment.
 
-    backend: "gloo", or "nccl", which also gets gloo for tensors in host memory.
+    backend: "gloo", or "nccl", which also gets gloo for tensors in host memory. Raises ProgramError where the
+    environment does not say where ranks meet, CommunicationError where some of them do not come.
     """
+    unset = [name for name in ("MASTER_ADDR", "MASTER_PORT") if store is None and not os.environ.get(name)]
+    if unset:
+        said = f"RANK={rank} and WORLD_SIZE={world_size} are set, and {' and '.join(unset)} not, where ranks meet"
+        raise ProgramError(f"{said}: torchrun sets all; or unset the first two, to run on one process")
     if backend == "nccl":
         torch.cuda.set_device(device)
-    torch.distributed.init_process_group(
-        "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
-        store=_attempt_store(world_size) if store is None else FileStore(str(store), world_size),
-        rank=rank,
-        world_size=world_size,
-        timeout=_NO_LIMIT,
-    )
+    try:
+        torch.distributed.init_process_group(
+            "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
+            store=_attempt_store(world_size) if store is None else FileStore(str(store), world_size),
+            rank=rank,
+            world_size=world_size,
+            timeout=_NO_LIMIT,
+        )
+    except (RuntimeError, ValueError) as error:  # a rank that does not come, or a port that is none
+        raise CommunicationError(f"rank {rank} cannot join the others: {in_one_line(error)}", secondary=True) from error
 
 
 def _attempt_store(world_size: int) -> PrefixStore | None:

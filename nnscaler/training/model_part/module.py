@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from nnscaler.errors import NnscalerError
-from nnscaler.runtime.communication.join_process_group import ProcessPlace, choose_device, join, torchrun_place
+from nnscaler.runtime.communication.join_process_group import ProcessPlace, torchrun_place
 from nnscaler.runtime.output_structure import restore
 from nnscaler.training.engine import Engine, connected
 from nnscaler.training.model_part.compile_forward_and_backward import compile_part
 from nnscaler.training.model_part.engine import PartCall, PartEngine
-from nnscaler.training.program_on_rank import EngineSettings
+from nnscaler.training.program_on_rank import EngineSettings, joined
 
 _Self = TypeVar("_Self", bound=nn.Module)
 
@@ -48,9 +48,8 @@ def parallelize_part(
     """
     chosen = EngineSettings(**(settings or {}))
     place = place or torchrun_place()
-    if place is not None and not torch.distributed.is_initialized():
-        backend, device = choose_device(chosen.device, place)
-        join(backend, place.rank, place.world_size, device)
+    if place is not None:
+        joined(place, chosen.device)
     count = ranks or (1 if place is None else place.world_size)
     made = compile_part(module, sample_inputs, ranks=count, plan=plan, input_gradients=input_gradients, **options)
     return Part(PartEngine(made, *connected(made.program, place, chosen)))

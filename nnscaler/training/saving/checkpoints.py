@@ -93,6 +93,7 @@ class Checkpoints:
     asynchronous  write in the background
     best          "min" or "max": which `score` is best
     patience      seconds that a background save waits for the parts of other ranks
+    scored        the checkpoint that was loaded has a score; True where none was loaded
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class Checkpoints:
             raise NnscalerError("bad_settings", f'checkpoints: best = {best!r} is neither "min" nor "max"')
         self.folder = Path(folder)
         self.every, self.asynchronous, self.patience = every, asynchronous, patience
+        self.scored = True
         self._runs = RunFolder(self.folder, keep, best)
         self._requested = False
         self._score: float | None = None
@@ -135,9 +137,9 @@ class Checkpoints:
         """Let the next `save` save, whether its step is due or not. Every rank calls it."""
         self._requested = True
 
-    def score(self, value: float) -> None:
-        """Give the next checkpoint a value by which the best one is chosen, which is never removed."""
-        self._score = float(value)
+    def score(self, value: float | None) -> None:
+        """Give the next checkpoint a value by which the best one is chosen, which is never removed; None: no value."""
+        self._score = None if value is None else float(value)
 
     def due(self, step: int) -> bool:
         """Return whether `save` of this step saves."""
@@ -234,6 +236,7 @@ class Checkpoints:
                 _read_parts(opened, {name: part for name, part in parts.items() if part is not None})
                 record = read_run(opened)
                 engine.context.step, engine.context.passes = record.step, record.passes
+                self.scored = record.metric is not None
             except Exception as raised:  # noqa: BLE001 - raised when the other ranks know
                 error = raised
             everywhere(communicator, error, f"loading {path}")

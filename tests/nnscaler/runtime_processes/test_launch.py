@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from nnscaler.errors import NnscalerError
 from nnscaler.records_as_json import encode
 from nnscaler.runtime import launch
 from nnscaler.runtime.communication.communicator import ProgramError
@@ -27,6 +28,7 @@ from nnscaler.runtime.program.program_directory import (
     read_program,
 )
 from nnscaler.runtime.training.saving.checkpoint import load_checkpoint
+from nnscaler.training.program_on_rank import joined
 from tests.sampling import every
 
 Write = Callable[[Path], tuple[dict[str, torch.Tensor], torch.Tensor]]
@@ -276,9 +278,23 @@ def test_what_torchrun_says() -> None:
     assert torchrun_place({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}) == ProcessPlace(
         3, 4, 1, 2
     )
-    for wrong in ({"RANK": "4", "WORLD_SIZE": "4"}, {"RANK": "0"}, {"RANK": "x", "WORLD_SIZE": "1"}):
+    for wrong in ({"RANK": "4", "WORLD_SIZE": "4"}, {"RANK": "x", "WORLD_SIZE": "1"}):
         with pytest.raises(ProgramError, match="RANK"):
             torchrun_place(wrong)
+    with pytest.raises(ProgramError, match="RANK=0 is set, and WORLD_SIZE is not"):
+        torchrun_place({"RANK": "0"})
+
+
+@pytest.mark.parametrize("port", [None, "no number"])
+def test_an_environment_that_does_not_say_where_ranks_meet(monkeypatch: pytest.MonkeyPatch, port: str | None) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    said = "RANK=0 and WORLD_SIZE=1 are set, and MASTER_PORT not, where ranks meet: torchrun sets all"
+    if port is not None:
+        monkeypatch.setenv("MASTER_PORT", port)
+        said = "rank 0 cannot join the others: ValueError: invalid literal for int.* 'no number'"
+    with pytest.raises(NnscalerError, match=said):
+        joined(ProcessPlace(0, 1, 0, 1), "cpu")
 
 
 USES_REGISTRY = """

@@ -260,6 +260,36 @@ def test_an_interruption_changes_no_schedule_that_counts_validations(tmp_path: P
     assert [*first.of_next, *rates("parts", steps=12)] == whole and len(set(whole)) > 1
 
 
+def test_a_validation_that_raises_loses_no_step(tmp_path: Path) -> None:
+    """The run that goes on makes it, and is the one that nothing stopped."""
+
+    def run(folder: str, **more: Any) -> tuple[Trainer, list[float]]:
+        rate = Rates()
+        hooks = {name: [rate, *more.get(name, [])] if name == "on_step" else more[name] for name in {"on_step", *more}}
+        schedule = {"name": "ReduceLROnPlateau", "patience": 0, "threshold": 0.5}
+        kept = {"folder": str(tmp_path / folder), "every": 4}
+        data = (rows_of(10), rows_of(4))
+        return fit(data, schedule=schedule, validation={"every": 2}, checkpoints=kept, hooks=hooks)[0], rate.of_next
+
+    def fail(trainer: Trainer) -> None:
+        if trainer.step == 4:
+            raise KeyError("no such metric")
+
+    whole, rates = run("whole")
+    with pytest.raises(KeyError, match="no such metric"):
+        run("parts", on_validation=[fail])
+    assert Checkpoints(tmp_path / "parts").steps() == [4]
+    at: list[tuple[int, str]] = []
+    told = {point: [lambda t, p=point: at.append((t.step, p))] for point in ("on_validation", "on_checkpoint")}
+    parts, rest = run("parts", **told)
+    both = ("on_validation", "on_checkpoint")
+    assert at == [(4, both[0]), (4, both[1]), (6, both[0]), (8, both[0]), (8, both[1])]
+    assert rest == rates[4:] and len({*rates}) > 1
+    torch.testing.assert_close(parts.engine.state_dict(), whole.engine.state_dict(), rtol=0, atol=0)
+    assert (tmp_path / "parts" / "best").readlink() == (tmp_path / "whole" / "best").readlink()
+    assert run("parts", **told)[1] == [] and len(at) == 5  # what was validated is not again
+
+
 SLOW = """
 import time, torch
 class Model(torch.nn.Module):
