@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from nnscaler.errors import NnscalerError
 from nnscaler.integrations.lightning_steps import StepModule
 from nnscaler.tracing.sample_inputs import flatten_inputs, numbers_and_texts
+from nnscaler.training.data.stream_read_ahead import ReadAhead, reading_first
 from nnscaler.training.engine import Engine
 from nnscaler.training.splittable_optimizers_and_groups import check_group, groups_checked
-from nnscaler.training.stream_read_ahead import ReadAhead, reading_first
 
 # Callbacks that read or change the module's weights, or unfreeze them: class, what it does, what to do instead.
 _OF_THE_MODULE = (

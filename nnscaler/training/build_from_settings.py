@@ -34,14 +34,14 @@ from nnscaler.scheduling.registry import get_schedule, is_stream
 from nnscaler.scheduling.schedule import ScheduleKind
 from nnscaler.tracing.export.user_source_locations import location_of_trace
 from nnscaler.training.compile_on_first_rank import compile_once
+from nnscaler.training.data.pack_and_collate_samples import Collate
+from nnscaler.training.data.sample_order_and_loader import Loader, SampleOrder, loader
+from nnscaler.training.data.stream_read_ahead import ReadAhead, reading_first
 from nnscaler.training.engine import Engine
 from nnscaler.training.functional_optimizer import state_bytes
-from nnscaler.training.pack_and_collate_samples import Collate
 from nnscaler.training.programs_by_batch_size import Vouch
 from nnscaler.training.read_settings import compile_request
-from nnscaler.training.sample_order_and_loader import Loader, SampleOrder, loader
 from nnscaler.training.splittable_optimizers_and_groups import parameter_groups
-from nnscaler.training.stream_read_ahead import ReadAhead, reading_first
 from nnscaler.training.train_settings import Code, HookSettings, OptimizerSettings, ScheduleSettings, TrainSettings
 from nnscaler.transform.plan import Plan
 

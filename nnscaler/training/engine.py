@@ -44,6 +44,7 @@ from nnscaler.runtime.training.saving.rank_tensors_as_boxes import (
 )
 from nnscaler.tracing.trace import refuse_autocast_around
 from nnscaler.training.check_replicas import check_replicas, check_same_model, check_same_stream
+from nnscaler.training.data.sample_order_and_loader import Loader, SampleOrder, loader
 from nnscaler.training.program_on_rank import (
     EngineSettings,
     Running,
@@ -69,7 +70,6 @@ from nnscaler.training.programs_by_batch_size import (
     valueless,
     whole_batch,
 )
-from nnscaler.training.sample_order_and_loader import Loader, SampleOrder, loader
 from nnscaler.training.splittable_optimizers_and_groups import build_optimizer
 from nnscaler.training.user_loop.refuse_torch_calls_on_shards import watch
 from nnscaler.training.user_loop.tell_unfollowed_module_changes import ModuleWatch

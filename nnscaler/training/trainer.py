@@ -37,13 +37,13 @@ from nnscaler.training.build_from_settings import (
     training_order,
 )
 from nnscaler.training.check_replicas import check_replicas
+from nnscaler.training.data.sample_order_and_loader import Loader, SampleOrder
 from nnscaler.training.engine import Batch, Engine, start
 from nnscaler.training.loggers import Logger, StepProfiler, StepReport, ValidationReport, make_loggers, memory_in_use
 from nnscaler.training.loss_scaler import LossScaler, has_nonfinite, on_any_rank
 from nnscaler.training.program_on_rank import joined
 from nnscaler.training.programs_by_batch_size import Vouch
 from nnscaler.training.read_settings import idle, ranks_of, settings_of
-from nnscaler.training.sample_order_and_loader import Loader, SampleOrder
 from nnscaler.training.saving.checkpoints import Checkpoints
 from nnscaler.training.saving.settings_overridden_by_checkpoint import LoadedSchedule, MadeGroups
 from nnscaler.training.saving.weights import as_user_error, load_weights

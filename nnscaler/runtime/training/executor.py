@@ -390,6 +390,8 @@ class RankExecutor:
         except CommunicationError:  # says all that itself
             raise
         except Exception as error:
+            if str(error).startswith("DataLoader worker"):  # torch raises that wherever this process then is
+                raise
             place = last_place(self.module, error.__traceback__, place_of(stage) if stage is not None else "")
             at = f" at {place}" if place else ""
             kind = "" if isinstance(error, ProgramError) else f"{type(error).__name__}: "

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.nested_values import leaves_of, map_tensors, tensors_in
 from nnscaler.tracing.sample_inputs import BatchConstants, flatten_inputs
+from nnscaler.training.data.pack_and_collate_samples import Collated, check_collate
 from nnscaler.training.model_part.compile_forward_and_backward import call_inputs
-from nnscaler.training.pack_and_collate_samples import Collated, check_collate
 
 Named = namedtuple("Named", "x scale")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import random
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -14,8 +16,8 @@ from op_registry.annotation.splits import balanced
 
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.training.cut_batch import DataPart
-from nnscaler.training.pack_and_collate_samples import PackedRows, check_collate, pack
-from nnscaler.training.sample_order_and_loader import Loader, SampleOrder, loader, rows_of
+from nnscaler.training.data.pack_and_collate_samples import PackedRows, check_collate, pack
+from nnscaler.training.data.sample_order_and_loader import Loader, SampleOrder, loader, rows_of
 
 
 class Numbers:
@@ -196,6 +198,18 @@ def test_workers_that_read_other_samples_are_told() -> None:
     with pytest.raises(NnscalerError, match="two workers read other samples of the stream") as caught:
         steps(made(OwnChance(), 1, workers=2))
     assert caught.value.code == "batch_differs"
+
+
+def test_a_worker_that_is_killed_is_told_where_batches_are_read() -> None:
+    """Not where the process then is, which may be anywhere in the model."""
+    batches = iter(made(Numbers(230), 1, workers=1)[0])
+    next(batches)
+    (worker,) = multiprocessing.active_children()
+    worker.kill()
+    time.sleep(0.2)  # here torch's handler of signals raises
+    with pytest.raises(NnscalerError, match=rf"a worker process \(pid {worker.pid}\) (is|was) killed by .*") as caught:
+        list(batches)
+    assert caught.value.code == "data_raised"
 
 
 def test_an_epoch_can_be_chosen() -> None:

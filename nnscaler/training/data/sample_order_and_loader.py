@@ -29,7 +29,8 @@ from nnscaler.runtime.nested_values import leaves_of
 from nnscaler.runtime.tensor_bits_and_differences import bits_of
 from nnscaler.runtime.training.cut_batch import DataPart
 from nnscaler.training.check_replicas import ONE_STREAM
-from nnscaler.training.pack_and_collate_samples import Collate, Collated, pack
+from nnscaler.training.data.ended_workers import read_from_workers
+from nnscaler.training.data.pack_and_collate_samples import Collate, Collated, pack
 
 
 def rows_of(part: DataPart, size: int) -> range:
@@ -250,8 +251,9 @@ class Loader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no type
 
     def __iter__(self) -> Iterator[Any]:
         place, self._first = self._place, None
+        batches = read_from_workers(super().__iter__()) if self.num_workers else super().__iter__()
         ahead = self._streams and self.ends_known
-        for found, last in _with_last(super().__iter__()) if ahead else ((b, False) for b in super().__iter__()):
+        for found, last in _with_last(batches) if ahead else ((batch, False) for batch in batches):
             if self._streams:
                 batch, size, place.stream, checksum = found
                 self._check_stream(checksum)
