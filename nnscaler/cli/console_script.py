@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-from nnscaler.cli.signals import Terminated, exit_code_of, stop_in_order
+from nnscaler.cli.signals import exit_code_of, stop_in_order, tell_end
 
 
 def run_process() -> int:
@@ -34,8 +34,7 @@ def run_process() -> int:
         code = main()
         gc.freeze()
     except KeyboardInterrupt as stop:  # while `main` was imported: after that it raises nothing
-        print("terminated" if isinstance(stop, Terminated) else "interrupted", file=sys.stderr)
-        code = exit_code_of(stop)
+        code = tell_end(stop)
     signal = stopped()
     code = code if signal is None else exit_code_of(signal)
     decide(code)

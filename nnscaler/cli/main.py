@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from nnscaler.cli.output.exit_codes import ExitCode
 from nnscaler.cli.own_packages_shadowed import wrong_package
-from nnscaler.cli.signals import exit_code_of
+from nnscaler.cli.signals import tell_end
 
 if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console
@@ -69,9 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             code = int(command(options))
         return code if console.said() else ExitCode.COULD_NOT_RUN
     except KeyboardInterrupt as stopped:
-        ended = ExitCode(exit_code_of(stopped))
-        print(ended.name.lower(), file=sys.stderr)
-        return ended
+        return tell_end(stopped)
     except SystemExit as stop:
         from nnscaler.errors import exit_call
 

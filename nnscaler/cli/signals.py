@@ -8,7 +8,9 @@ this holds before anything heavy is imported.
 from __future__ import annotations
 
 import atexit
+import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from types import FrameType
@@ -49,6 +51,15 @@ def _ignore_signals() -> None:
     and its exit code would be that of the kill."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+
+
+def tell_end(stop: KeyboardInterrupt) -> int:
+    """Say by what the process ends, and return the exit code. Of a rank, the command that started it says why."""
+    from nnscaler.training.run_ranks_as_processes import STORE
+
+    if STORE not in os.environ:
+        print("terminated" if isinstance(stop, Terminated) else "interrupted", file=sys.stderr)
+    return exit_code_of(stop)
 
 
 def exit_code_of(stop: KeyboardInterrupt) -> int:

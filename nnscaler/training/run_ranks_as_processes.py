@@ -161,10 +161,11 @@ def _killed(rank: Rank) -> bool:
 def _told(cause: Rank, folder: Path) -> int:
     """Return the exit code of a run that ended early. Raises NnscalerError where nothing has been said yet."""
     code = cause.process.returncode
-    if cause.number == 0 and 0 < code != LOST:
+    by = -code if code < 0 else code - 128 if code == 128 + signal.SIGTERM else 0  # of that, a rank says nothing
+    if cause.number == 0 and 0 < code != LOST and not by:
         return code
-    if code < 0:
-        how = f"was killed by {signal.Signals(-code).name}"
+    if by:
+        how = f"was {'killed' if code < 0 else 'ended'} by {signal.Signals(by).name}"
     else:
         how = f"ended with exit code {code}" if code != LOST else "lost the others"
     said = ""
@@ -174,7 +175,7 @@ def _told(cause: Rank, folder: Path) -> int:
         said = cause.log.read_text(encoding="utf-8", errors="replace")
     shown = "".join(f"\n  {line}" for line in said.splitlines()[-_TAIL:])
     help = "the same command goes on from the newest checkpoint, where `checkpoints.folder` is set"
-    again = help if code < 0 or code == LOST else None  # what the run itself is wrong about, it would be again
+    again = help if by or code == LOST else None  # what the run itself is wrong about, it would be again
     raise NnscalerError("rank_ended", f"rank {cause.number} {how}, and the run with it{shown}", help=again)
 
 

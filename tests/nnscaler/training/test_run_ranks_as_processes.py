@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from nnscaler.training.run_ranks_as_processes import LOST, Rank, code_of_same_error, first_to_fail
+from nnscaler.cli.signals import Terminated, tell_end
+from nnscaler.errors import NnscalerError
+from nnscaler.training.run_ranks_as_processes import LOST, STORE, Rank, _told, code_of_same_error, first_to_fail
 
 MODEL = """
 import os
@@ -114,6 +116,19 @@ def test_the_rank_that_left_another_is_the_cause_although_it_ends_later(code: in
     ranks = [Rank(n, subprocess.Popen([sys.executable, "-S", "-c", code]), None) for n, code in codes.items()]
     cause = first_to_fail(ranks, {0, 130})
     assert cause is not None and cause.number == 1
+
+
+def test_a_rank_that_is_ended_leaves_it_to_the_command_to_say_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What it said itself would stand before the cause."""
+    assert (tell_end(Terminated()), capsys.readouterr().err) == (143, "terminated\n")
+    monkeypatch.setenv(STORE, str(tmp_path / "store"))
+    assert (tell_end(Terminated()), capsys.readouterr().err) == (143, "")
+    rank = Rank(0, subprocess.Popen([sys.executable, "-S", "-c", "raise SystemExit(143)"]), None)
+    rank.process.wait()
+    with pytest.raises(NnscalerError, match="rank 0 was ended by SIGTERM, and the run with it"):
+        _told(rank, tmp_path)
 
 
 def test_a_rank_that_lost_others_has_said_nothing_yet(tmp_path: Path) -> None:
