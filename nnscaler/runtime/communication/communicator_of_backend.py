@@ -8,6 +8,7 @@ import torch
 
 from nnscaler.runtime.communication.communicator import CommunicationError
 from nnscaler.runtime.communication.gloo import GlooCommunicator
+from nnscaler.runtime.communication.join_process_group import store_of_ranks
 from nnscaler.runtime.communication.long_waits import LongWaits
 from nnscaler.runtime.communication.nccl import NcclCommunicator
 from nnscaler.runtime.communication.torch_communicator_base import Reporter, TorchCommunicator
@@ -29,7 +30,7 @@ def torch_communicator(
     destination) of messages. Both are the same on every rank. For NCCL, what groups and pairs do
     not name goes through host memory. reporter: None: one that tells of long waits on standard error.
     """
-    reporter = reporter or LongWaits(rank)
+    reporter = reporter or LongWaits(rank, store=store_of_ranks())
     place = torch.device(device)
     if backend == "gloo":
         return GlooCommunicator(rank, world_size, place, reporter, groups=groups)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed
-from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from nnscaler.exception_in_one_line import in_one_line
 from nnscaler.runtime.communication.communicator import CommunicationError, ProgramError
@@ -109,6 +109,12 @@ def _attempt_store(world_size: int) -> PrefixStore | None:
         return None
     agents = TCPStore(variables["MASTER_ADDR"], int(variables["MASTER_PORT"]), world_size, is_master=False)
     return PrefixStore(f"attempt {attempt}", agents)
+
+
+def store_of_ranks() -> Store:
+    """Return where the ranks of the default process group found each other."""
+    store: Store = torch.distributed.distributed_c10d._get_default_store()
+    return store
 
 
 def leave() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from nnscaler.runtime.communication.communicator import CommunicationError
+from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError
 from nnscaler.runtime.communication.long_waits import LongWaits
 from nnscaler.runtime.communication.ordered_collective_thread import Lane
 from nnscaler.runtime.communication.torch_communicator_base import TorchCommunicator
@@ -51,3 +52,38 @@ def test_a_long_wait_is_told_once_with_the_users_line() -> None:
         raise RuntimeError("closed by peer")
     time.sleep(0.4)
     assert len(told) == 1
+
+
+class Shared(dict[str, bytes]):
+    """What ranks read and write together."""
+
+    def set(self, key: str, value: str) -> None:
+        self[key] = value.encode()
+
+    def get(self, key: str) -> bytes:  # type: ignore[override]
+        return self[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self for key in keys)
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "all_reduce"])
+def test_ranks_that_wait_in_unlike_calls_are_told_soon(kind: str) -> None:
+    told: list[str] = []
+    shared = Shared()
+
+    def rank(number: int, kind: str) -> None:
+        waits = LongWaits(number, write=told.append, store=shared, unlike=0.1)
+        communicator, lane = TorchCommunicator(number, 2, torch.device("cpu"), waits), Lane("waits")
+        for _ in range(3 - number):  # sends count for nothing: they are met when they are received
+            with communicator._inside(CommunicationCall("send", (number, 1 - number))):
+                pass
+        with communicator._inside(CommunicationCall(kind, (0, 1))):
+            lane.run(partial(time.sleep, 0.6)).wait()
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(rank, 0, "all_gather"), pool.submit(rank, 1, kind)]:
+            done.result()
+    unlike = "ranks 0 and 1 wait for each other in unlike calls, for ever: rank 0 in all_gather over ranks (0, 1)"
+    assert [text.partition(", called by")[0] for text in told] == ([] if kind == "all_gather" else [unlike])
+    assert all("rank 1 in all_reduce over ranks (0, 1), called by" in text for text in told)
