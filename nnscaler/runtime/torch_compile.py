@@ -105,15 +105,14 @@ def compiled(forward: Function, constant: Iterable[Function], several: bool, ope
         _call_with["apart"] = torch.compiler.disable(_call)
     for function in (place_in_graph, *constant):
         torch.compiler.assume_constant_result(function)
-    if several and torch.__version__ < "2.12":
-        _keep_sizes_static()
     if torch.__version__ < "2.13":
         _correct_fake_attention()
     options: dict[str, Any] = {"unsafe_marked_cacheable_functions": _versions(operators)}
     # What several ranks hold in common must stay equal bit for bit, and kernels that each rank chooses by its own
     # timings sum in orders of their own: none is chosen so.
     options |= {"deterministic": True} if several else {}
-    return torch.compile(forward, dynamic=False, options=options)
+    made = torch.compile(forward, dynamic=False, options=options)
+    return _static_sizes.around(made) if several and torch.__version__ < "2.12" else made
 
 
 def _versions(operators: Iterable[str]) -> Mapping[str, str]:
@@ -133,16 +132,39 @@ def _digest_of_own_code() -> str:
     return sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
 
 
-def _keep_sizes_static() -> None:
-    """Make what `dynamic=False` says a setting of the process.
+class _StaticSizes:
+    """What `dynamic=False` says, for as long as any thread is in a function that was compiled so.
 
     torch 2.11 sets it for all threads where a call begins, and takes it back where that call ends: other simulated
     ranks, which are threads, would go on with sizes and graph numbers that are symbols.
     """
-    import torch._dynamo.config
 
-    settings: Any = torch._dynamo.config
-    settings.automatic_dynamic_shapes = False
+    def __init__(self) -> None:
+        self._lock, self._inside, self._before = Lock(), 0, True
+
+    def around(self, function: Function) -> Function:
+        """Return the function, with the setting off while it runs; as it was when no thread is in one of them."""
+        import torch._dynamo.config
+
+        settings: Any = torch._dynamo.config
+
+        def run(*arguments: Any, **named: Any) -> Any:
+            with self._lock:
+                if not self._inside:
+                    self._before, settings.automatic_dynamic_shapes = settings.automatic_dynamic_shapes, False
+                self._inside += 1
+            try:
+                return function(*arguments, **named)
+            finally:
+                with self._lock:
+                    self._inside -= 1
+                    if not self._inside:
+                        settings.automatic_dynamic_shapes = self._before
+
+        return run
+
+
+_static_sizes = _StaticSizes()
 
 
 def _correct_fake_attention() -> None:
