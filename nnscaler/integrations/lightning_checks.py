@@ -142,6 +142,7 @@ def read_first(source: Any) -> Any:
     source.dataloader = again
     with reading_first(*datasets):
         batch, *_ = next(iter(combined), (None,))
+    combined.reset()  # workers that stay would go on in what they have read: others begin
     return batch
 
 

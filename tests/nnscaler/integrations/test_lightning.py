@@ -372,6 +372,14 @@ def test_the_batch_that_is_compiled_for_is_trained_on(draws: Callable[[], Any]) 
     assert torch.equal(given[0], first) and len(given.unique()) == 6
 
 
+def test_workers_that_stay_have_not_read_the_batch_that_is_compiled_for() -> None:
+    """Else a stream that does not start again would go on behind it, in their copy."""
+    loader = DataLoader(Once(), batch_size=2, num_workers=1, persistent_workers=True)
+    once = _DataLoaderSource(loader, "train_dataloader")
+    assert read_first(once).tolist() == [1.0, 2.0]
+    assert [batch.tolist() for batch in once.dataloader()] == [[1.0, 2.0], [3.0, 4.0], [5.0]]
+
+
 def test_a_setting_of_a_stream_reaches_it() -> None:
     stream = Drawn(random.random)
     loader = DataLoader(stream, batch_size=2)
