@@ -213,6 +213,7 @@ class Loader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no type
             warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 calls it
             if self._streams:
                 stream = _Stream(dataset, order, part, collate, self._place)
+                options = {**options, "persistent_workers": False}  # they are told their place when they begin
                 super().__init__(stream, batch_size=None, collate_fn=_unchanged, **options)
             else:
                 options = {**options, "batch_sampler": _Batches(order, part, self._known, self._place)}
@@ -328,7 +329,8 @@ def loader(
 
     `dataset`: map-style or iterable; of an iterable one every part reads the whole stream and takes its rows.
     `packed`: the dataset has documents of tokens, which are packed into rows of this length (`pack`). `workers`:
-    processes that read. `options`: what else StatefulDataLoader takes, such as pin_memory and prefetch_factor.
+    processes that read. `options`: what else StatefulDataLoader takes, such as pin_memory and prefetch_factor; workers
+    of a stream begin anew in each epoch, persistent or not.
     Random augmentation in a dataset is resumed where it draws from a generator keyed by the sample and its epoch.
     Raises NnscalerError `bad_data`.
     """
