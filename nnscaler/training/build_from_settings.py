@@ -19,6 +19,7 @@ from op_registry.call import dtype_name
 from op_registry.registry import default_registry
 from op_registry.source_location import definition_of
 
+from nnscaler.atomic_writes import machine_error
 from nnscaler.codegen.compiled_program import Program
 from nnscaler.compile import parallelize
 from nnscaler.errors import NnscalerError, SourceLocation
@@ -162,9 +163,9 @@ def _reading(source: str, made_at: SourceLocation | None = None) -> Iterator[Non
         yield
     except NnscalerError as error:
         raise error.at(made_at) from error.__cause__
-    except (MemoryError, OSError):
-        raise
     except Exception as error:
+        if isinstance(error, MemoryError) or machine_error(error) is not None:
+            raise
         told, place = in_one_line(error), user_frame(error, Path(source.partition("::")[0]).resolve().parent)
         worker = _OF_WORKER.match(str(error))
         if worker is not None:  # from another process comes the text of an error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -329,6 +330,31 @@ def test_an_error_of_a_worker_has_its_own_text_and_line() -> None:
         list(read_batches(broken_in_a_worker(), TrainSettings()))  # type: ignore[arg-type]
     where = caught.value.where
     assert where is not None and (Path(where.file), where.text[:16]) == (Path(__file__), "raise ValueError")
+
+
+def cut_short() -> Iterator[Row]:
+    yield rows()[0]
+    raise OSError("image file is truncated")
+
+
+def missing() -> Iterator[Row]:
+    yield torch.load("no/such/row.pt")
+
+
+def without_room() -> Iterator[Row]:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    yield {}
+
+
+@pytest.mark.parametrize("reads", [cut_short, missing])
+def test_a_file_that_a_dataset_cannot_read_is_told_with_its_line(reads: Callable[[], Iterator[Row]]) -> None:
+    """It is the user's, as everything else that a dataset raises; a disk without room is the machine's."""
+    with pytest.raises(NnscalerError, match=r"^reading the data raises (OSError: image|FileNotFoundError)") as caught:
+        list(read_batches(reads(), TrainSettings()))  # type: ignore[arg-type]
+    assert caught.value.code == "data_raised"
+    assert caught.value.where is not None and Path(caught.value.where.file) == Path(__file__)
+    with pytest.raises(OSError, match="No space left"):
+        list(read_batches(without_room(), TrainSettings()))  # type: ignore[arg-type]
 
 
 class Outputs(Model):
