@@ -79,7 +79,7 @@ def test_ranks_that_wait_in_unlike_calls_are_told_soon(kind: str) -> None:
             with communicator._inside(CommunicationCall("send", (number, 1 - number))):
                 pass
         with communicator._inside(CommunicationCall(kind, (0, 1))):
-            lane.run(partial(time.sleep, 0.6)).wait()
+            lane.run(partial(time.sleep, 0.4)).wait()
 
     with ThreadPoolExecutor(2) as pool:
         for done in [pool.submit(rank, 0, "all_gather"), pool.submit(rank, 1, kind)]:
