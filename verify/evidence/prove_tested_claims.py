@@ -27,7 +27,7 @@ from verify.evidence.oracle.enumerate_cases import Base
 from verify.evidence.oracle.run_whole_operator import WholeRun, run_whole
 from verify.evidence.smt.decide_equality import Limits
 from verify.evidence.smt.prove import prove_bounded
-from verify.evidence.user_code_path_on_fake_tensors import other_way_on_fake_tensors
+from verify.evidence.user_code_path_on_fake_tensors import Places, other_way_on_fake_tensors, places_on_values
 from verify.results.verdict import Condition, Strength, Verdict
 
 BOUNDED_STEPS = 2_500_000  # for one target of one sample call
@@ -42,12 +42,13 @@ def prove_base(
     `deadline`: of `time.thread_time`; what is not proved by then is open. `skip`: claims that failed. Never raises.
     """
     targets = [t for t in base.targets if t not in skip and not isinstance(t, Slices)]
-    whole = _followed(runner, base, deadline)
-    if isinstance(whole, Strength):
-        return dict.fromkeys(targets, whole)
+    followed = _followed(runner, base, deadline)
+    if isinstance(followed, Strength):
+        return dict.fromkeys(targets, followed)
+    whole, way = followed
     found: dict[Target, Strength] = {}
     steps = (*_steps_traced(runner.spec.target), *_dtypes_traced(runner, whole))
-    for proof in prove(runner.spec, base.signature, whole.concrete).proofs:
+    for proof in prove(runner.spec, base.signature, whole.concrete, way=way).proofs:
         choice = proof.target
         target: Target | None = None
         if isinstance(choice, Split):
@@ -80,9 +81,9 @@ def prove_base(
     return found
 
 
-def _followed(runner: OperatorRunner, base: Base, deadline: float) -> WholeRun | Strength:
-    """Return the run of the whole operator that proofs follow, or how strong its claims are where none can: one that
-    draws, does not run, or runs other code on the fake tensors of a trace."""
+def _followed(runner: OperatorRunner, base: Base, deadline: float) -> tuple[WholeRun, Places | None] | Strength:
+    """Return the run of the whole operator that proofs follow, with its way through a user's code, or how strong its
+    claims are where none can: one that draws, does not run, or runs other code on the fake tensors of a trace."""
     if runner.spec.random:
         return Strength(Verdict.TESTED_EXACT, "it draws random numbers")
     if time.thread_time() > deadline:
@@ -91,13 +92,12 @@ def _followed(runner: OperatorRunner, base: Base, deadline: float) -> WholeRun |
         whole = runner.prepare(base.inputs).whole
     except (WholeRaised, NnscalerError) as error:
         return Strength(Verdict.TESTED_EXACT, str(error))
-    if runner.spec.target is not None and not isinstance(runner.spec.target, Update):
-        place = other_way_on_fake_tensors(runner.function(whole.concrete), whole)
-        if place:
-            return Strength(
-                Verdict.TESTED_EXACT, f"{place} runs on the fake tensors of a trace, and not on tensors with values"
-            )
-    return whole
+    if runner.spec.target is None or isinstance(runner.spec.target, Update):
+        return whole, None
+    function = runner.function(whole.concrete)
+    way = places_on_values(function, whole)
+    parted = other_way_on_fake_tensors(function, whole, way)
+    return Strength(Verdict.TESTED_EXACT, parted) if parted else (whole, way)
 
 
 def _steps_traced(target: object) -> tuple[Condition, ...]:

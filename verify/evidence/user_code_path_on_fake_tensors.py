@@ -49,19 +49,36 @@ def followed(note: Callable[[FrameType], object]) -> Iterator[None]:
         sys.settrace(before)
 
 
-def other_way_on_fake_tensors(function: Callable[..., Any], whole: WholeRun) -> str:
-    """Return the first place of a user's code, forward or backward, that a run on fake tensors of these sizes comes to
-    and one on these tensors does not, as `line 7 of my_ops.py`; empty where there is none. Code that does not run on
-    fake tensors has no such place: nothing is proved of it.
+def places_on_values(function: Callable[..., Any], whole: WholeRun) -> Places:
+    """Return the places of a user's code, forward and backward, that a run on the whole operator's tensors comes to."""
+    with places_seen() as found, suppress(Exception):
+        _run(function, whole.concrete, lambda t: t, whole.without_gradient)
+    return frozenset(found)
+
+
+def other_way_on_fake_tensors(function: Callable[..., Any], whole: WholeRun, real: Places) -> str:
+    """Return where a run on fake tensors of these sizes and the `real` one part, in words; empty where they do not.
+    Code that does not run to its end on fake tensors has no such place: nothing is proved of it."""
+    start_autograd()
+    with quiet(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        ended = False
+        with places_seen() as fake, suppress(Exception):
+            _run(function, whole.concrete, mode.from_tensor, whole.without_gradient)
+            ended = True
+    return where_ways_part(frozenset(fake), real if ended else frozenset(), real, "the fake tensors of a trace")
+
+
+def where_ways_part(these: Places, wanted: Places, others: Places, what: str) -> str:
+    """Return the first place that runs on `what` and not on tensors with values (the places `others`), or the first of
+    the `wanted` ones that does not run on it; empty where there is none.
 
     A function that only one of the runs calls says nothing: what it gave may be kept from before.
     """
-    concrete, without_gradient = whole.concrete, whole.without_gradient
-    real = _places(lambda: _run(function, concrete, lambda t: t, without_gradient))
-    start_autograd()
-    with quiet(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        fake = _places(lambda: _run(function, concrete, mode.from_tensor, without_gradient))
-    return _first_of(fake, real)
+    if place := _first_of(these, others):
+        return f"{place} runs on {what}, and not on tensors with values"
+    if place := _first_of(wanted, these):
+        return f"{place} runs on tensors with values, and not on {what}"
+    return ""
 
 
 def other_way_on_gpus(function: Callable[..., Any], concrete: ConcreteCall) -> str:
@@ -94,10 +111,17 @@ def _first_of(these: Places, others: Places) -> str:
     return line_of(found[0][2], found[0][1]) if found else ""
 
 
+@contextmanager
+def places_seen() -> Iterator[set[tuple[CodeType, int]]]:
+    """While open, add to the set that is given the places of a user's code that are run."""
+    found: set[tuple[CodeType, int]] = set()
+    with followed(lambda frame: found.add((frame.f_code, frame.f_lasti))):
+        yield found
+
+
 def _places(run: Callable[[], object]) -> Places:
     """Return the places of a user's code that a run comes to, up to where it raises."""
-    found: set[tuple[CodeType, int]] = set()
-    with followed(lambda frame: found.add((frame.f_code, frame.f_lasti))), suppress(Exception):
+    with places_seen() as found, suppress(Exception):
         run()
     return frozenset(found)
 

@@ -7,11 +7,11 @@ from typing import Literal
 
 Kind = Literal[
     "integers", "normal", "sparse", "positive", "definite", "negative", "bits", "given",
-    "spiked", "nan", "infinite", "zeros", "constant", "mostly", "rising",
+    "spiked", "nan", "infinite", "zeros", "constant", "mostly", "rising", "counts",
 ]  # fmt: skip
 KINDS: tuple[Kind, ...] = ("integers", "normal", "sparse")
 NOT_FINITE: tuple[Kind, ...] = ("nan", "infinite")
-SPECIAL: tuple[Kind, ...] = (*NOT_FINITE, "zeros", "constant", "mostly", "rising")  # some code asks for them
+SPECIAL: tuple[Kind, ...] = (*NOT_FINITE, "zeros", "constant", "mostly", "rising", "counts")  # some code asks for them
 DRAWS = 3  # informative draws that each partition is compared on
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from op_registry.bind_and_localise_call import named_values
 from op_registry.call import TensorArgument
@@ -19,7 +18,6 @@ from nnscaler.errors import AnnotationError
 from verify.evidence.inputs.draw_calls import left_out_as_none
 from verify.evidence.oracle.annotation_claims import Claimed, Target, claims_of, kind_of, slices_of, untested
 from verify.evidence.oracle.case_runner import CaseResult, OperatorRunner
-from verify.evidence.oracle.cases_beyond_proved_sizes import beyond_bounds
 from verify.evidence.oracle.check_by_cases import TargetOutcome, as_check, check_target, run_cases
 from verify.evidence.oracle.check_gradients_of_some_inputs import check_subsets
 from verify.evidence.oracle.enumerate_cases import Base, Enumerator, bases, by_identifier, leaders_of, why_unused
@@ -38,7 +36,7 @@ from verify.evidence.oracle.shrink import shrink
 from verify.evidence.prove_tested_claims import prove_base
 from verify.evidence.split_case import SplitCase
 from verify.evidence.verify_op_options import DRAWS, OpOptions
-from verify.operators.audit.check_handwritten_derivative import check_derivative
+from verify.operators.audit.larger_sizes import LargerSizes, derivative_and_larger_sizes
 from verify.operators.audit.side_effects import audit
 from verify.operators.audit.torch_library_opcheck import opcheck
 from verify.operators.audit.watch_effects_on_tensors import Probed
@@ -49,6 +47,7 @@ from verify.results.verdict import TESTED, Strength, Verdict, weakest
 
 Reproduce = Callable[[str, SplitCase | None], str | None]  # (finding code, the case of it) -> a command line
 FLAGS = bool | str | int | float  # types of defaults
+WHOLE = "whole operator"
 AUDITED = 3  # sample calls on which the operator itself is looked at
 PROOF_SHARE = 0.2  # of the limit of one operator: processor time for proofs; what is left then is tested only
 
@@ -85,6 +84,7 @@ class Verification:
         self.counter_examples: dict[int, CaseResult] = {}  # position among the findings -> what showed it
         self.notes: dict[str, None] = {}
         self.text = ""
+        self.larger = LargerSizes(self.runner)
         self.tested: list[Base] = []  # sample calls whose tests ran to their end
 
     def test(self) -> None:
@@ -96,8 +96,7 @@ class Verification:
         bound = found[0].signature.bound
         self.text = bound.text if bound is not None else ""
         seconds = time.perf_counter() - started
-        detail = "fits its annotation"
-        fits = Check("whole operator", Verdict.TESTED_EXACT, len(found), 0, seconds, detail, supporting=True)
+        fits = Check(WHOLE, Verdict.TESTED_EXACT, len(found), 0, seconds, "fits its annotation", supporting=True)
         self.checks.append(self.unused(found) or fits)
         for index in sorted({index for base in found for index in base.inputs.without_gradient}):
             self.notes[f"input {index} asks for no gradient: torch has no derivative for it"] = None
@@ -123,11 +122,10 @@ class Verification:
         """Tries to prove what passed its tests, and makes the check of every claim."""
         strengths = self.proofs(self.tested)
         for claim in self.claims:
-            wanted = [strengths.get(key, TESTED) for key in claim.needs]
-            strength, beyond = weakest(wanted), partial(beyond_bounds, self.runner, left_out=claim.outcome.left_out)
+            strength = weakest([strengths.get(key, TESTED) for key in claim.needs])
             if not claim.outcome.failures and claim.name != "two axes":
                 pairs = [(self.tested[i], target, strengths.get((i, target), TESTED)) for i, target in claim.needs]
-                run_cases(self.runner, (c for pair in pairs for c in beyond(*pair)), claim.outcome)
+                run_cases(self.runner, self.larger.cases(pairs, claim.outcome.left_out), claim.outcome)
                 for pair in pairs if not claim.outcome.failures else ():
                     claim.outcome.add_beyond(try_values(self.runner, *pair))
                 self.explain(claim.outcome)
@@ -135,6 +133,7 @@ class Verification:
                 self.findings.append(refuted_by_proof(self.spec, claim.name, self.text, strength.counter_example))
             self.checks.append(as_check(claim.name, claim.outcome, claim.seconds, strength))
             self.notes.update(claim.outcome.left_out)
+        self.probed(self.larger.found)
 
     def never_changed(self, found: list[Base]) -> Iterator[tuple[str, str]]:
         """Yield optional arguments of a user's function, with all that they were: another value may do anything."""
@@ -154,7 +153,7 @@ class Verification:
             return None
         message = f"on sample call {missing[0]} `{self.spec.name}` raises {why_unused(self.runner, missing[0])}"
         self.findings.append(unusable(self.spec, Unusable("uninformative", message)))
-        return Check("whole operator", Verdict.INCONCLUSIVE, len(found), 0, detail=message)
+        return Check(WHOLE, Verdict.INCONCLUSIVE, len(found), 0, detail=message)
 
     def bases(self) -> list[Base]:
         """Return the calls that cases vary. Raises Unusable.
@@ -212,8 +211,7 @@ class Verification:
         """Compare gradients with finite differences, where a backward is written by hand."""
         if self.options.safeguards.derivative and not self.spec.random:
             for base in found[:AUDITED]:
-                call = self.runner.concrete(base.inputs)
-                self.probed(check_derivative(self.spec, call, self.options.seed))
+                self.probed(derivative_and_larger_sizes(self.runner, base))
 
     def probed(self, result: Probed) -> None:
         """Take in what a check of the operator itself says; the same check of two sample calls is one."""
@@ -378,10 +376,10 @@ def verify_record(
     except Unusable as problem:
         refuted = int(problem.refuted)
         verdict = Verdict.REFUTED if problem.refuted else Verdict.INCONCLUSIVE
-        verification.checks.append(Check("whole operator", verdict, refuted, refuted))
+        verification.checks.append(Check(WHOLE, verdict, refuted, refuted))
         verification.findings.append(unusable(spec, problem))
     except AnnotationError as error:
-        verification.checks.append(Check("whole operator", Verdict.REFUTED, 1, 1))
+        verification.checks.append(Check(WHOLE, Verdict.REFUTED, 1, 1))
         verification.findings.append(does_not_fit(spec, error))
     advise(verification)
     if verification.tested:

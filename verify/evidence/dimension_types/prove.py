@@ -8,7 +8,7 @@ out must be what the annotation says. What cannot be followed is not proved, wit
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
@@ -51,9 +51,10 @@ from verify.evidence.dimension_types.states import (
     mentions,
     substituted,
 )
-from verify.evidence.dimension_types.symbolic_call import SymbolicCall, make_symbolic
+from verify.evidence.dimension_types.symbolic_call import SymbolicCall, make_symbolic, sizes_shown_as_numbers
 from verify.evidence.inputs.concrete_call import ConcreteCall, function_of
-from verify.evidence.operator_trace import quiet
+from verify.evidence.operator_trace import NotTraceable, quiet
+from verify.evidence.user_code_path_on_fake_tensors import Places, places_seen, where_ways_part
 from verify.results.verdict import Condition
 
 SECONDS = 3.0  # of processor time, for one call
@@ -104,10 +105,13 @@ class _SymbolicTrace:
 class _Prover:
     """Proves what it can of one call; traces are made when they are needed, and shared by targets."""
 
-    def __init__(self, spec: OperatorSpec, signature: Signature, concrete: ConcreteCall, seconds: float) -> None:
+    def __init__(
+        self, spec: OperatorSpec, signature: Signature, concrete: ConcreteCall, seconds: float, way: Places | None
+    ) -> None:
         self.spec = spec
         self.signature = signature
         self.concrete = concrete
+        self.way = way
         self.deadline = time.thread_time() + seconds
         self.traces: dict[str, _SymbolicTrace | str] = {}
         self.blocks: dict[str, Call | NoProof | None] = {}
@@ -219,7 +223,7 @@ class _Prover:
                 tensors, constants = self.concrete.tensors, self.concrete.constants
                 made = make_symbolic(self.signature, call, tensors, constants, wanted)
                 function = function_of((call or self.signature.call).operator, self.spec)
-                trace = record(function, made, seconds)
+                trace = self.recorded(function, made, seconds)
                 known = made.world.shape_env.replacements
                 sizes, symbols = substituted(made.outputs, known), substituted(dict(made.symbols), known)
                 return _SymbolicTrace(replace(made, outputs=sizes, symbols=symbols), simplified(trace, known))
@@ -227,11 +231,32 @@ class _Prover:
             text = str(error).strip().splitlines()
             return f"its trace raises {type(error).__name__}: {text[0][:160] if text else ''}"
 
+    def recorded(self, function: Callable[..., Any], made: SymbolicCall, seconds: float) -> Trace:
+        """Return the trace of a run that takes the way through a user's code that tensors with values take. Symbols are
+        no integers: code that asks what kind of number a size is may do something else with one."""
+        if self.way is None:
+            return record(function, made, seconds)
+        with places_seen() as seen, sizes_shown_as_numbers():
+            trace = record(function, made, seconds)
+        parted = where_ways_part(frozenset(seen), self.way, self.way, "sizes that are symbols")
+        if parted:
+            raise NotTraceable(parted)
+        return trace
 
-def prove(spec: OperatorSpec, signature: Signature, concrete: ConcreteCall, seconds: float = SECONDS) -> Proofs:
-    """Prove what it can of one call in `seconds`. Does not raise: what fails is not proved, and says why."""
+
+def prove(
+    spec: OperatorSpec,
+    signature: Signature,
+    concrete: ConcreteCall,
+    seconds: float = SECONDS,
+    way: Places | None = None,
+) -> Proofs:
+    """Prove what it can of one call in `seconds`. Does not raise: what fails is not proved, and says why.
+
+    `way`: the places of a user's code that a run on the call's tensors comes to, which a trace has to take as well.
+    """
     started = time.thread_time()
-    prover = _Prover(spec, signature, concrete, seconds)
+    prover = _Prover(spec, signature, concrete, seconds, way)
     proofs = tuple(prover.prove(target) for target in targets(signature))
     return Proofs(proofs, time.thread_time() - started)
 

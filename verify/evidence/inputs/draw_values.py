@@ -18,13 +18,15 @@ def fill(shape: Sequence[int], kind: Kind, generator: torch.Generator) -> Tensor
     definite: square matrices are symmetric and positive definite, all else is positive.
     bits: 0 or 1, the simplest counter-examples. spiked: one that is larger than all others together. nan, infinite: one
     that is so. zeros, constant: all alike. mostly: alike but in the last half of all dims, so that first shards are
-    alike and the whole is not. rising: along every dim.
+    alike and the whole is not. rising: along every dim. counts: whole numbers, one of them large.
     """
     if kind in ("zeros", "constant"):
         return torch.full(tuple(shape), 0.0 if kind == "zeros" else 2.0, dtype=torch.float64)
-    if kind in ("integers", "sparse"):
+    if kind in ("integers", "sparse", "counts"):
         values = torch.randint(1, 7, shape, generator=generator)
         values = torch.where(values > 3, 3 - values, values).double()
+        if kind == "counts":
+            return with_one(values, 4096.0, generator)
         return values * torch.randint(0, 2, shape, generator=generator) if kind == "sparse" else values
     if kind in ("positive", "negative", "definite"):
         values = torch.rand(shape, generator=generator, dtype=torch.float64) * 0.7 + 0.2  # also in the unit interval

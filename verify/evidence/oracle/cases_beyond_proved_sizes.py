@@ -6,10 +6,10 @@ conditions that it takes for granted, or else the numbers in its code hint at it
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import islice, product
+from itertools import product
 from math import ceil, log2, prod
 from typing import Any
 
@@ -28,7 +28,7 @@ from verify.evidence.oracle.enumerate_cases import Base
 from verify.evidence.oracle.tolerance import CEILING
 from verify.evidence.split_case import Inputs, SplitCase
 from verify.evidence.verify_op_options import Kind
-from verify.results.verdict import Condition, Strength, Verdict
+from verify.results.verdict import Strength, Verdict
 
 _LARGEST_BOUND = 1024  # of a size; one alone may be larger
 _POWER = 64
@@ -39,17 +39,22 @@ _SMALLER = (2.0**-3, 2.0**-6, 2.0**-10)  # values that are tried where larger on
 
 
 def beyond_bounds(
-    runner: OperatorRunner, base: Base, target: Target, proved: Strength, left_out: MutableMapping[str, None]
+    runner: OperatorRunner,
+    base: Base,
+    target: Target,
+    proved: Strength,
+    other_ways: Iterable[Mapping[str, int]],
+    left_out: MutableMapping[str, None],
 ) -> Iterator[SplitCase]:
-    """Yield cases of a user's operator at sizes that its proof does not cover: of each condition on sizes, and of each
-    number in its own code, one where the whole lies beyond it, one where its halves do too, and one where all sizes do.
-    None for what is proved for all sizes. `left_out`: notes on what is not tried."""
+    """Yield cases of a user's operator at sizes that its proof does not cover: `other_ways`, at which it goes another
+    way; and of each number in its own code, one where the whole lies beyond it, one where its halves do too, and one
+    where all sizes do. None for what is proved for all sizes. `left_out`: notes on what is not tried."""
     bound = base.signature.bound
     if runner.spec.target is None or proved.verdict is Verdict.PROVED_ALL_SIZES or bound is None:
         return
     choice, name = choice_of(target), split_by(target)
     together = bound.tied.get(name, (name,)) if name is not None else ()
-    changes = list(_changes(runner.spec.target, bound.sizes, proved, together, left_out))
+    changes = list(_changes(runner.spec.target, bound.sizes, list(other_ways), together, left_out))
     known, growth = dict(base.inputs.sizes), _Growth(runner, base.inputs)
     # all rows in one group, which may have room for some: of one id, or all with the largest score in one place
     gathering: Kind = "constant" if any("int" in t.dtype for t in base.signature.call.tensors()) else "rising"
@@ -75,15 +80,14 @@ def beyond_bounds(
 def _changes(
     target: Any,
     sizes: Mapping[str, int],
-    proved: Strength,
+    other_ways: Sequence[Mapping[str, int]],
     together: Collection[str],
     left_out: MutableMapping[str, None],
 ) -> Iterator[Mapping[str, int]]:
     """Yield the sizes that are changed, of identifiers; `together` are those that are split."""
-    failing = [change for c in proved.conditions for change in _sizes_beyond(c, sizes, together)]
-    numbers, large = _whole_numbers(target, left_out)
-    yield from failing
-    for change, name, number in product(failing, together, numbers):  # what else is asked where a condition fails
+    numbers, large = whole_numbers(target, left_out)
+    yield from other_ways
+    for change, name, number in product(other_ways, together, numbers):  # what else is asked on another way
         yield {name: number + 2 - number % 2, **change}
     for name, number in product(sizes, numbers):
         even = number + 2 - number % 2
@@ -167,28 +171,7 @@ def _well_conditioned(runner: OperatorRunner, inputs: Inputs) -> bool:
     return prepared.whole.finite and prepared.bound.relative < CEILING
 
 
-def _sizes_beyond(
-    condition: Condition, sizes: Mapping[str, int], together: Collection[str]
-) -> Iterator[Mapping[str, int]]:
-    """Yield the nearest other size of each identifier at which a condition fails; of those that are split, also one at
-    which it fails of the halves."""
-    if condition.relation is None:
-        return
-    own = {int(atom) for atom in condition.relation.atoms() if getattr(atom, "is_Integer", False)}
-    near = {n + d for n in {*own, *(sizes[n] for n in condition.names if n in sizes)} for d in (-2, -1, 0, 1, 2)}
-    powers = (2**n for n in range(1, 22))  # of a product of sizes, one alone may be far beyond
-    tried = sorted(n for n in {*near, *(2 * n for n in near), *powers} if 1 <= n <= _LARGEST_TENSOR)
-    for name in sorted(condition.names & sizes.keys()):
-        step = 2 if name in together else 1
-        beyond = [n for n in tried if n % step == 0 and not condition.holds({**sizes, name: n})]
-        nearest = sorted(beyond, key=lambda n: abs(n - sizes[name]))
-        yield from ({name: n} for n in nearest[:1])
-        if name in together:
-            halves = (n for n in nearest if not condition.holds({**sizes, name: n // 2}))
-            yield from ({name: n} for n in islice(halves, 1))
-
-
-def _whole_numbers(target: Any, left_out: MutableMapping[str, None]) -> tuple[list[int], list[int]]:
+def whole_numbers(target: Any, left_out: MutableMapping[str, None]) -> tuple[list[int], list[int]]:
     """Return the whole numbers above 1 that stand in the code of an operator or of an optimizer, some at most: those
     that one size may be among others, and those by which it decides that only one size alone may be."""
     every = [n for n in reversed(_all_numbers(target)) if 1 < n <= _LARGEST_TENSOR]

@@ -8,7 +8,7 @@ be no derivative: `register_op(..., gradient="custom")` says so, and the compari
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import isfinite
@@ -70,8 +70,16 @@ class _Differentiated:
     seed: int
 
 
-def check_derivative(spec: OperatorSpec, concrete: ConcreteCall, seed: int, *, always: bool = False) -> Probed:
-    """Compare gradients with differences, per input, where a backward is written by hand (or `always`).
+def check_derivative(
+    spec: OperatorSpec,
+    concrete: ConcreteCall,
+    seed: int,
+    further: Callable[[], Iterable[tuple[str, ConcreteCall]]] = tuple,
+    *,
+    always: bool = False,
+) -> Probed:
+    """Compare gradients with differences, per input, where a backward is written by hand (or `always`); there also for
+    the `further` calls, each with the reason for it.
 
     No check where there is nothing to compare: torch's own derivatives only, or no gradients at all. Open where the
     operator has no smooth point near the given inputs.
@@ -86,10 +94,12 @@ def check_derivative(spec: OperatorSpec, concrete: ConcreteCall, seed: int, *, a
         if not found and not always:
             return Probed()
         names = tensor_names(spec, concrete.call, run)
-        return _compare(_Differentiated(spec, concrete, run, found, names, seed), started)
+        return _compare(_Differentiated(spec, concrete, run, found, names, seed), started, further)
 
 
-def _compare(subject: _Differentiated, started: float) -> Probed:
+def _compare(
+    subject: _Differentiated, started: float, others: Callable[[], Iterable[tuple[str, ConcreteCall]]]
+) -> Probed:
     spec, concrete = subject.spec, subject.concrete
     wanted = [
         i
@@ -112,8 +122,13 @@ def _compare(subject: _Differentiated, started: float) -> Probed:
         return Probed((check,), (_finding(subject, surveyed, wrong),))
     if undecided:
         return _open(_why_open(subject, surveyed, undecided), started, count)
-    for about, moved in (*_with_zeros(subject, wanted), *_about_numbers(subject, wanted)):
-        further = _surveyed(moved, wanted, "at" if about == ZEROS else "far")
+    elsewhere: tuple[tuple[str, _Differentiated, Place], ...] = (
+        *((about, moved, "at") for about, moved in _with_zeros(subject, wanted)),
+        *((about, moved, "far") for about, moved in _about_numbers(subject, wanted)),
+        *((about, replace(subject, concrete=call), "near") for about, call in others()),
+    )
+    for about, moved, place in elsewhere:
+        further = _surveyed(moved, wanted, place)
         count += sum(s.judgement != "unclear" for s in further.slopes)
         if wrong := _wrong(further):
             refuted = sum(s.judgement == "wrong" for s in further.slopes)
