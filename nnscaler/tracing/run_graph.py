@@ -55,16 +55,18 @@ def run_graph(
             torch.set_default_dtype(floating)
             stack.callback(torch.set_default_dtype, before)
         for operation in graph.operations:
-            _run(operation, values, floating, device)
+            run_operation(operation, values, floating, device)
     return values
 
 
-def _run(
+def run_operation(
     operation: Operation,
     values: dict[str, Tensor],
     floating: torch.dtype | None,
     device: torch.device,
 ) -> None:
+    """Run one operation in its region on `values`, and add its results to them. `floating`: every floating dtype."""
+
     def argument(leaf: Any) -> Any:
         if isinstance(leaf, DType):
             dtype = dtype_of(leaf.name)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import nnscaler
 import verify
 from nnscaler.layout import Sharded
 from nnscaler.runtime.stage_base_class import Input, Stage
@@ -86,3 +88,16 @@ def test_the_report_says_whether_they_were_tried(name: str, tried: bool) -> None
     assert report.exit_code == 0, report.to_json()
     assert any(check.name == "unequal labels" and check.count > 4 for check in report.checks) is tried
     assert any("unequal numbers of labels were not tried" in note for note in report.notes) is not tried
+
+
+def test_labels_that_no_rank_can_take_its_piece_of(tmp_path: Path) -> None:
+    """Of an edited program: two axes cut one dim at the same place. Ranks raise, and the verifier does not."""
+    batch = {"x": X[:8], "target": TARGET[:8]}
+    model = Classes(LOSSES["flat"][0])
+    program = nnscaler.parallelize(model, batch, ranks=2, plan="dp=2", micro_batches=2).save(tmp_path / "program")
+    text = (program / "role_0.py").read_text()
+    assert text.count('"micro": Sharded(0, outer=2)') == 2
+    (program / "role_0.py").write_text(text.replace('"micro": Sharded(0, outer=2)', '"micro": Sharded(0)'))
+    report = verify.verify_plan(model, batch, program=program)
+    assert {f.code for f in report.findings} == {"not_covered", "rank_raises"}, report.to_json()
+    assert any("`target` cannot be cut so: two axes overlap" in note for note in report.notes)

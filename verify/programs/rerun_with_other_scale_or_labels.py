@@ -181,7 +181,11 @@ def _labels(prepared: Prepared, reference: Trajectory) -> tuple[SingleStep | Non
     if labels is None:
         return None, "unequal numbers of labels were not tried: no input is known to be the labels of a cross entropy"
     stages = prepared.program.stages()
-    if len(counts(labels, prepared.sample.tensors, stages)) < 2:
+    try:
+        pieces = counts(labels, prepared.sample.tensors, stages)
+    except ValueError as error:  # of an edited program; no rank can take its piece
+        return None, f"unequal numbers of labels were not tried: `{labels.name}` cannot be cut so: {error}"
+    if len(pieces) < 2:
         return None, None  # one piece: there is nothing to differ
     batch = unequal(labels, prepared.sample.tensors, stages)
     if batch is None:

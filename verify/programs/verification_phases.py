@@ -111,6 +111,8 @@ def run_phases(request: PlanRequest, subject: PlanSubject, context: RunContext) 
         if prepared.runs and request.level != "static":
             with kernel_threads(prepared.model):
                 prepared, reference, outcomes = _run(request, prepared, work)
+                if proof is not None and proof.only_undecided and reference is not None:
+                    outcomes = [*outcomes, *_in_own_dtype(request, prepared, reference, outcomes, work)]
         outcomes = [*(outcomes if proof is None else combine(proof, outcomes)), *state]
         report = make_report(request, prepared, reference, outcomes, proof, time.perf_counter() - started)
         return report if report.verdict.passes else keep_program(report, prepared.program.path, request)
@@ -194,6 +196,19 @@ def _run(
     if request.depth == "deep" and all(o.check.verdict.passes for o in outcomes):
         outcomes += low_precision(request, prepared, reference, work, ["bfloat16"])
     return prepared, reference, outcomes
+
+
+def _in_own_dtype(
+    request: PlanRequest, prepared: Prepared, reference: Trajectory, outcomes: Sequence[CheckOutcome], work: Path
+) -> list[CheckOutcome]:
+    """Run a program once more in the model's own dtype, where lines of it are not the model's and no number differs:
+    casts that are missing or others show in no run in float64, and operands of two dtypes raise."""
+    own = {t.dtype for t in prepared.graph.with_role("parameter")} & {"float32", "bfloat16", "float16"}
+    if len(own) != 1 or not request.exact or is_stream(prepared.program):
+        return []
+    if request.depth == "deep" or not all(o.check.verdict.passes for o in outcomes if o.check.count or o.findings):
+        return []
+    return low_precision(request, prepared, reference, work, [*own])
 
 
 def _not_loadable(prepared: Prepared) -> Failure | None:

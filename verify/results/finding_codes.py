@@ -50,6 +50,9 @@ CATALOGUE: Mapping[str, Code] = MappingProxyType(
             "A batch of a stream reads or updates another version of the parameters than delayed SGD does."
         ),
         "precision_lost": Code("A line of the program rounds a tensor to a narrower dtype, and the model does not."),
+        "autocast_differs": Code(
+            "A line of the program computes in other dtypes than the model's line: the autocast around it differs."
+        ),
         "record_differs": Code(
             "The manifest beside the program, or a file that it names, is not as the text or the model has it."
         ),

@@ -12,9 +12,10 @@ import torch
 from op_registry.call import DType
 from op_registry.registry import facts_of
 
-from nnscaler.ir.graph import LogicalTensor, Operation
+from nnscaler.ir.graph import Graph, LogicalTensor, Operation
 from nnscaler.layout import MICRO, SLICE, Invariant, Partial, Replicated, Sharded, State
 from verify.programs.typing.lines.canonical_calls import operator_of
+from verify.programs.typing.lines.dtypes_under_autocast import results_under
 from verify.programs.typing.program_files.rank_program_syntax import Assignment
 from verify.programs.typing.typed_value import Axes, Held, Mistake
 
@@ -145,14 +146,25 @@ def rounds_to(made: str, have: str) -> bool:
     return there.eps > here.eps or there.max < here.max
 
 
-def region_differs(line: Assignment, op: Operation) -> Mistake:
+def region_differs(line: Assignment, op: Operation, graph: Graph) -> Mistake:
     """Return the mistake of a line that runs with other gradients, or in another precision, than its operation."""
     if line.region.grad_enabled != op.region.grad_enabled:
         word = "records" if line.region.grad_enabled else "does not record"
         cause = "the gradient is cut off at this line" if not line.region.grad_enabled else None
         return Mistake("operation_differs", f"`{line.text}` {word} gradients, unlike the model", cause, op.outputs[0])
-    message = f"`{line.text}` runs under autocast {line.region.autocast}, and the model under {op.region.autocast}"
-    return Mistake("operation_differs", message, "the dtype of the computation differs", op.outputs[0])
+    here, there = (
+        "under no autocast" if autocast in (None, "off") else f"under autocast to {autocast}"
+        for autocast in (line.region.autocast, op.region.autocast)
+    )
+    message = f"`{line.text}` runs {here}, and the model {there}"
+    made = results_under(graph, op, line.region.autocast)
+    if made is None:
+        return Mistake("operation_differs", message, "the region around it differs", op.outputs[0])
+    meant = [graph.tensors[name].dtype for name in op.outputs if name is not None]
+    cause = "it is computed from operands of other dtypes"
+    if list(made) != meant:
+        cause = f"its result is {' and '.join(made)} here, and {' and '.join(meant)} in the model"
+    return Mistake("autocast_differs", message, f"{cause}; only the text shows it", op.outputs[0])
 
 
 def reads_other(line: Assignment, operands: Sequence[Held], meant: Operation) -> Mistake:

@@ -15,6 +15,7 @@ from typing import Any
 
 from op_registry.bind_and_localise_call import Shape, localise
 from op_registry.call import Call, TensorArgument, instances_in, map_leaves
+from op_registry.registry import facts_of
 from op_registry.spec import Refusal
 
 from nnscaler.codegen.python_text_of_calls import layout_text, returns_sequence
@@ -224,9 +225,12 @@ class Typer:
     def _explain(
         self, line: Assignment, operands: Sequence[Held], candidates: Sequence[Operation], axes: Axes
     ) -> Mistake:
+        lost = rounding(line, self.graph.tensors[operands[0].tensor]) if operands else None
+        if lost is not None and not any(facts_of(op.operator).moves == "cast" for op in candidates):
+            return lost
         for op in candidates:
             if line.region != op.region:
-                return region_differs(line, op)
+                return region_differs(line, op, self.graph)
             if not _random_fits(op, line):
                 return other_draws(line, op)
             if not _taken_apart(line, op):
@@ -234,7 +238,6 @@ class Typer:
             found = self._best(op, line, _by_number(operands, self._order(op)), axes)
             if found.code != "operation_differs" or _named(op, line) or len(candidates) == 1:
                 return found
-        lost = rounding(line, self.graph.tensors[operands[0].tensor]) if operands else None
         if lost is not None:
             return lost
         meant = next((op for op in self.graph.operations if _named(op, line)), None)
