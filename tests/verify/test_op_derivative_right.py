@@ -117,6 +117,11 @@ FAR: list[tuple[str, Function, tuple[Any, ...]]] = [
     ),
     ("exp", with_backward(lambda x: x.clamp(max=88).exp(), lambda g, y, x: (g * y * (x < 88),)), (normal(6, 5),)),
     ("exp without bound", with_backward(lambda x: 700 * x.exp(), lambda g, y, x: (g * y,)), (normal(3, 2),)),
+    (
+        "decay of a decay, of which no autograd has a number either where the inner one overflows",
+        with_backward(lambda x, w: x * (-w.exp()).exp(), lambda g, y, x, w: (g * (-w.exp()).exp(), -g * y * w.exp())),
+        (normal(6, 5), normal(6, 5, seed=1)),
+    ),
     ("tanh", with_backward(lambda x: 50 * x.tanh(), lambda g, y, x: (g * (50 - y * y / 50),)), (normal(6, 5),)),
     (
         "sine",
@@ -155,6 +160,12 @@ def test_right_backwards_beyond_the_numbers_in_their_code(function: Function, ar
 
 
 @pytest.mark.long
+def test_a_backward_that_overflows_where_its_forward_has_a_derivative() -> None:
+    wrong = with_backward(F.softplus, lambda g, y, x: (g * x.exp() / (1 + x.exp()),))
+    found = finding(wrong, normal(6, 5)).counter_example
+    assert found is not None and found["values"].startswith("about 1000") and found["found"].startswith("nan")
+
+
 def test_built_in_derivatives_are_right() -> None:
     """torch's own: what the differences say about them tests the differences."""
     for function, inputs in (

@@ -116,6 +116,28 @@ def through_forward(
         return None
 
 
+def as_undefined_as_forward(function: Callable[..., Any], concrete: ConcreteCall, found: Sequence[Handwritten]) -> bool:
+    """Return whether gradients that are not finite are so by arithmetic alone: autograd through the forwards of all
+    Functions on these inputs gives none for each argument for which their backwards give none."""
+    classes = tuple(h.function_class for h in found if h.function_class is not None)
+    if len(classes) < len(found):
+        return False
+    seen = False
+    for cls, args in _recorded(function, concrete, classes):
+        call = make_call("", args, {})
+        wanted = [i for i, t in enumerate(call.tensors) if t.is_floating_point() or t.is_complex()]
+        point = make_point(make_run(cls.apply, call.call), call.tensors, wanted, None)
+        through = None if point is None else through_forward(cls, call, point.cotangents)
+        if point is None or through is None:
+            return False
+        for own, other in zip(point.gradients, through, strict=True):
+            if own is not None and not own.isfinite().all():
+                seen = True
+                if other is None or other.isfinite().all():
+                    return False
+    return seen
+
+
 class _Context:
     """Stands in for the `ctx` of a forward: keeps whatever is put on it."""
 

@@ -24,7 +24,7 @@ from op_registry.spec import OperatorSpec
 from nnscaler.exception_in_one_line import in_one_line
 from nnscaler.runtime.tensor_bits_and_differences import TensorDifference, difference, family_scale
 from verify.evidence.inputs.concrete_call import ConcreteCall, function_of
-from verify.operators.audit.backward_culprit import Blame, find_wrong
+from verify.operators.audit.backward_culprit import Blame, as_undefined_as_forward, find_wrong
 from verify.operators.audit.backward_in_narrow_dtypes import Deviation, deviation
 from verify.operators.audit.central_differences import (
     BESIDE,
@@ -130,7 +130,9 @@ def _compare(
     for about, moved, place in elsewhere:
         further = _surveyed(moved, wanted, place)
         count += sum(s.judgement != "unclear" for s in further.slopes)
-        if wrong := _wrong(further):
+        wrong = _wrong(further)
+        undefined = place == "far" and not any(isfinite(s.found) for i in wrong for s in further.of(i, "wrong"))
+        if wrong and not (undefined and as_undefined_as_forward(moved.function, moved.concrete, moved.found)):
             refuted = sum(s.judgement == "wrong" for s in further.slopes)
             check = Check(NAME, Verdict.REFUTED, count, refuted, time.perf_counter() - started, supporting=True)
             return Probed((check,), (_finding(moved, further, wrong, about),))
