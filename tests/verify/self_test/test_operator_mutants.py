@@ -121,6 +121,15 @@ def test_a_process_that_is_ended_from_outside_refutes_nothing(
     assert not found.refuted and found.codes == ("operator_died",)
 
 
+HOOKS = [name for name in MUTANTS if name.startswith("index/hook dropped")]
+
+
+@pytest.mark.parametrize("name", every(18, HOOKS))
+def test_a_sample_asks_for_every_hook(name: str) -> None:
+    """Without a sample that splits what a hook rewrites, nobody sees that it is gone."""
+    assert judge_operator_mutants.judge_wrong(MUTANTS[name]).refuted
+
+
 def test_a_twin_that_fails_makes_the_kill_worthless() -> None:
     mutant = _one(wrong=True)
     table = run_operators([replace(mutant, right=mutant.wrong)], _SILENT)
