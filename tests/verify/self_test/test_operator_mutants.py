@@ -124,6 +124,7 @@ def test_a_process_that_is_ended_from_outside_refutes_nothing(
 HOOKS = [name for name in MUTANTS if name.startswith("index/hook dropped")]
 
 
+@pytest.mark.apart
 @pytest.mark.parametrize("name", every(18, HOOKS))
 def test_a_sample_asks_for_every_hook(name: str) -> None:
     """Without a sample that splits what a hook rewrites, nobody sees that it is gone."""
