@@ -7,17 +7,19 @@ sizes tells, whose conditions lead on to further ways.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 
 import sympy  # type: ignore[import-untyped]
 
 from nnscaler.training.functional_optimizer import Update
-from verify.evidence.dimension_types.prove import prove
+from verify.evidence.dimension_types.prove import Proof, prove
 from verify.evidence.oracle.annotation_claims import Target, choice_of, split_by
 from verify.evidence.oracle.case_runner import OperatorRunner
 from verify.evidence.oracle.enumerate_cases import Base
+from verify.evidence.split_case import Inputs
 from verify.evidence.user_code_path_on_fake_tensors import places_on_values
 from verify.results.verdict import Condition, Strength
 
@@ -27,8 +29,11 @@ _EVERY_SIZE = 160  # up to this one, all are looked at
 _LARGEST_TRACED = 4096  # elements do not matter to a trace, but the whole runs before it
 
 
+Traced = MutableMapping[Inputs, Sequence[Proof]]  # the proofs at sizes that were looked at, of all targets
+
+
 def sizes_of_other_ways(
-    runner: OperatorRunner, base: Base, target: Target, proved: Strength
+    runner: OperatorRunner, base: Base, target: Target, proved: Strength, traced: Traced
 ) -> Iterator[Mapping[str, int]]:
     """Yield sizes of identifiers, other than those of the call, at which a condition fails that the proof takes for
     granted, and at which what is asked there goes the other way."""
@@ -50,7 +55,7 @@ def sizes_of_other_ways(
                 if traces == MOST_TRACES or max(further.values()) > _LARGEST_TRACED or _fixes_a_size(condition):
                     continue
                 traces += 1
-                found = _conditions_at(runner, base, target, further)
+                found = _conditions_at(runner, base, target, further, traced)
                 texts = frozenset(map(str, found))
                 if found and texts not in seen and texts != frozenset(map(str, conditions)):
                     seen.add(texts)
@@ -64,21 +69,21 @@ def _fixes_a_size(condition: Condition) -> bool:
 
 
 def _conditions_at(
-    runner: OperatorRunner, base: Base, target: Target, change: Mapping[str, int]
+    runner: OperatorRunner, base: Base, target: Target, change: Mapping[str, int], traced: Traced
 ) -> tuple[Condition, ...]:
     """Return what the operator asks of its sizes where they are these; nothing where it does not run."""
     if isinstance(runner.spec.target, Update):
         return ()
     inputs = replace(base.inputs, sizes=tuple({**dict(base.inputs.sizes), **change}.items()))
-    try:
-        prepared = runner.prepare(inputs)
-        concrete = prepared.whole.concrete
-        way = places_on_values(runner.function(concrete), prepared.whole)
-        proofs = prove(runner.spec, prepared.signature, concrete, way=way).proofs
-    except Exception:  # noqa: BLE001 - sizes were our choice
-        return ()
+    if inputs not in traced:
+        traced[inputs] = ()
+        with suppress(Exception):  # sizes were our choice
+            prepared = runner.prepare(inputs)
+            concrete = prepared.whole.concrete
+            way = places_on_values(runner.function(concrete), prepared.whole)
+            traced[inputs] = prove(runner.spec, prepared.signature, concrete, way=way).proofs
     wanted = choice_of(target)
-    return next((proof.conditions for proof in proofs if proof.target == wanted), ())
+    return next((proof.conditions for proof in traced[inputs] if proof.target == wanted), ())
 
 
 def _sizes_beyond(

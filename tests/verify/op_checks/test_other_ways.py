@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.sampling import every
 from tests.verify.op_checks.test_beyond_bounds import verified
 from verify.evidence.sizes_of_other_ways import MOST_TRACES
 from verify.results.verdict import Verdict
@@ -32,7 +33,7 @@ def turned_in_a_range(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     "function",
-    [turned_by_two_remainders, turned_by_three_remainders, doubled_of_one_product, turned_in_a_range],
+    every(4, [turned_by_three_remainders, turned_by_two_remainders, doubled_of_one_product, turned_in_a_range]),
 )
 def test_conditions_lead_on_to_the_sizes_at_which_all_of_them_hold(function: Any) -> None:
     report = verified(function)
@@ -43,6 +44,7 @@ def right_by_three_remainders(x: Tensor) -> Tensor:
     return x + x if x.shape[0] % 3 == 0 and x.shape[0] % 4 == 2 else x * 2.0
 
 
+@pytest.mark.long
 def test_what_is_right_on_all_of_these_ways_passes() -> None:
     assert MOST_TRACES < 10 and verified(right_by_three_remainders).verdict is Verdict.PROVED_BOUNDED
 
@@ -60,7 +62,7 @@ def by_text_of_shape(x: Tensor) -> Tensor:
     return x.flip(0) if f"{x.shape}".count("3") > 2 else x * 1.0
 
 
-@pytest.mark.parametrize("function", [by_kind_of_number, by_text_of_size, by_text_of_shape])
+@pytest.mark.parametrize("function", every(2, [by_kind_of_number, by_text_of_size, by_text_of_shape]))
 def test_code_that_sees_that_sizes_are_symbols_is_not_proved_for_all_sizes(function: Any) -> None:
     assert verified(function).verdict is not Verdict.PROVED_ALL_SIZES
 

@@ -18,7 +18,7 @@ from verify.evidence.oracle.annotation_claims import Target
 from verify.evidence.oracle.case_runner import OperatorRunner
 from verify.evidence.oracle.cases_beyond_proved_sizes import beyond_bounds, whole_numbers
 from verify.evidence.oracle.enumerate_cases import Base
-from verify.evidence.sizes_of_other_ways import sizes_of_other_ways
+from verify.evidence.sizes_of_other_ways import Traced, sizes_of_other_ways
 from verify.evidence.split_case import Inputs, SplitCase
 from verify.operators.audit.check_handwritten_derivative import check_derivative
 from verify.operators.audit.side_effects import audit
@@ -34,6 +34,7 @@ class LargerSizes:
     def __init__(self, runner: OperatorRunner) -> None:
         self.runner = runner
         self.found = Probed()
+        self._traced: Traced = {}
         self._watched: set[tuple[int | None, tuple[tuple[str, int], ...]]] = set()
 
     def cases(
@@ -41,7 +42,7 @@ class LargerSizes:
     ) -> Iterator[SplitCase]:
         """Yield the cases of a claim at sizes that its proofs do not cover. `left_out`: notes on what is not tried."""
         for base, target, strength in pairs:
-            ways = sizes_of_other_ways(self.runner, base, target, strength)
+            ways = sizes_of_other_ways(self.runner, base, target, strength, self._traced)
             for case in beyond_bounds(self.runner, base, target, strength, ways, left_out):
                 self._watch(case.inputs)
                 yield case
