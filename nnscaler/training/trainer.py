@@ -119,7 +119,7 @@ class Trainer:
         self._module, self._datasets, self._write = module, datasets, write
         self._say, self._warn, self._vouch = progress or (lambda text: None), warn, vouch
         self._loggers: Sequence[Logger] = ()
-        self._stopping = self._asked = self._interrupted = self.running = False
+        self._stopping = self._asked = self._interrupted = self._validated = self.running = False
         self.step, self.loss, self.validation_loss, self.schedule, self.checkpoints = 0, math.nan, None, None, None
 
     def stop(self) -> None:
@@ -272,12 +272,12 @@ class Trainer:
 
     def _end_step(self) -> bool:
         """Validate and save what is due after a step; return whether a checkpoint was written."""
-        ending = self._stopping or self._at_end()
-        validates = self._validates(ending)
-        # A validation may raise, or be killed: what is due is written before, and once more with its score.
-        written = validates and self._save(request=ending or self._interrupted, ended=False)
+        validates = self._validates(ending := self._stopping or self._at_end())
+        # The first validation of a run may raise, or want too much: what is due is written before, and with its score.
+        written = validates and not self._validated and self._save(request=ending or self._interrupted, ended=False)
         if validates:
             self._validate()
+            self._validated = True
         done = self._save(request=written or ending or self._stopping or self._interrupted)
         if validates and not done and self.checkpoints is not None:
             self.checkpoints.score(None)  # it is that of other parameters than the next one has
