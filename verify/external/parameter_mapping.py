@@ -369,14 +369,14 @@ def _piece(
         if kind == "parameter":
             give(tensor, lookup.start, addresses)
     names = () if addresses is None else space.names_at(addresses)
-    moved = found == "value" and len(names) == 1 and _equal(claimed(tensor, names[0], space), addresses)
+    moved = found == "value" and len(names) == 1 and same_addresses(claimed(tensor, names[0], space), addresses)
     shape, words, trained = tuple(value.shape), layout_words(tensor), tensor.requires_grad
     return RankPiece(local, kind, shape, names, addresses, found, words, trained, started, moved)
 
 
-def _equal(one: Addresses | None, other: Addresses | None) -> bool:
-    known = [addresses_as_tensor(addresses) for addresses in (one, other) if addresses is not None]
-    return len(known) == 2 and torch.equal(*known)
+def same_addresses(one: Addresses | None, other: Addresses | None) -> bool:
+    """Return whether both are known and equal."""
+    return one is not None and other is not None and torch.equal(addresses_as_tensor(one), addresses_as_tensor(other))
 
 
 def addresses_as_tensor(addresses: Addresses) -> Tensor:

@@ -31,7 +31,10 @@ def cause_of_state(
     """Name the cause in the update rather than in the value: what was added is what is wrong. `values`: of all ranks
     that hold the same elements."""
     reference = run.reference
-    start = reference.steps[number - 1].parameters if number else reference.space.flat(reference.start)
+    start = reference.space.flat(reference.start)
+    if number:  # what a script makes later on, as a model that it loads, has no value before its first step
+        earlier = reference.steps[number - 1].parameters
+        start = torch.where(earlier.isnan(), start, earlier)
     before, after = piece.take(start), reference.steps[number].parameters
     updates = {other: value.double() - before for other, value in values.items()}
     right, mine = expected - before, updates[rank]

@@ -21,7 +21,7 @@ from verify.external.ranks.call_sites import is_program
 from verify.external.ranks.torch_private import Work
 
 _HERE = beside(__file__)
-_BY_NAME = torch.distributed.distributed_c10d.__file__
+_ASKED = (torch.distributed.distributed_c10d.__file__, torch.distributed.c10d_logger.__file__)  # and what logs its calls
 _WITHOUT_RESULT = ("send", "barrier")
 
 
@@ -73,7 +73,7 @@ class BegunLines:
         self._lines: dict[tuple[str, str], BegunLine] = {}
 
     def note(self, call: CommunicationCall, work: object) -> None:
-        """Let a work know its line. Torch's C++ waits in its own ways, and is left out."""
+        """Let a work know its line. What torch begins by itself is left out: its C++ waits in its own ways."""
         if isinstance(work, BegunWork) and call.place is not None and call.kind not in _WITHOUT_RESULT and _in_python():
             key = call.kind, call.place
             work.line = self._lines.setdefault(key, BegunLine(*key))
@@ -99,8 +99,9 @@ def note_of_forgotten(forgotten: Iterable[str]) -> tuple[str, ...]:
 
 
 def _in_python() -> bool:
-    """Return whether a function of torch.distributed or the program itself makes the call, and no C++ of torch."""
+    """Return whether the program itself makes the call, by a function of torch.distributed or not, and no other part of
+    torch, which may hand the work to its C++."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_HERE, *_ASKED)):
         frame = frame.f_back
-    return frame.f_code.co_filename == _BY_NAME or is_program(frame.f_code.co_filename)
+    return is_program(frame.f_code.co_filename)

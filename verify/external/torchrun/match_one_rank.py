@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -12,7 +12,15 @@ from torch import Tensor
 from nnscaler.errors import few
 from nnscaler.runtime.tensor_bits_and_differences import same_values
 from verify.external.observe_rank_run import ObservedStep, RankRecord
-from verify.external.parameter_mapping import Addresses, RankPiece, StateMap
+from verify.external.parameter_mapping import (
+    Addresses,
+    Lookup,
+    RankPiece,
+    StateMap,
+    moved_names,
+    same_addresses,
+    taken,
+)
 from verify.external.program import ExternalProgram
 from verify.external.reference import PlainReference, ReferenceStep
 from verify.external.torchrun.elements_of_one_rank import NONE_FILLED, Cuts, FilledIn, space_of
@@ -261,12 +269,8 @@ def rank_records(
             )
             for number, seen in enumerate(record.steps[:count])
         )
-        cuts = Cuts(record.rank, lookup)
-        pieces = [
-            _piece(held, record.start[held.name], cuts, held.name in unequal)
-            for held in record.held
-            if (held.kind == "parameter" and not held.filled) or held.name in changing
-        ]
+        compared = [h for h in record.held if (h.kind == "parameter" and not h.filled) or h.name in changing]
+        pieces = _pieces(compared, record, lookup, unequal)
         pieces += [
             _filled_piece(held, record.start[held.name], filled.places[record.rank, held.name], reference.space)
             for held in record.held
@@ -304,23 +308,56 @@ def unmatched(ranks: Sequence[RankRecord], records: Sequence[ScriptRecord]) -> N
     return NotMatched(text, "unequal_starts" if unequal else "other")
 
 
+def _pieces(
+    held: Sequence[HeldInScript], record: ScriptRecord, lookup: Lookup, unequal: frozenset[str]
+) -> list[RankPiece]:
+    """Find the elements of tensors: by name, or by values, and where a module has another name on one rank, as the
+    first layer of a later stage has, what lies in it by that name, if it has these values."""
+    cuts = Cuts(record.rank, lookup)
+    pieces = [_piece(one, record.start[one.name], cuts, one.name in unequal) for one in held]
+    moved = moved_names(pieces, lookup.space)
+    for number, one in enumerate(held):
+        name, start = moved.get(one.name), record.start[one.name]
+        places = None if name is None else _placed(one, name, lookup.space)
+        if places is not None and _stands(start, places, lookup):
+            names = lookup.space.names_at(places)
+            pieces[number] = replace(pieces[number], names=names, addresses=places, found="value")
+    return pieces
+
+
+def _placed(held: HeldInScript, name: str, space: StateMap) -> Addresses | None:
+    """Return the addresses of a tensor in the whole one of this name, as its layout says; None where it does not fit
+    there."""
+    if name not in space.starts or torch.Size(held.whole) != space.shapes[name]:
+        return None
+    first, places = space.starts[name], held.places
+    if held.layout == "plain":
+        return space.whole(name)
+    return range(places.start + first, places.stop + first) if isinstance(places, range) else _add(places, first)
+
+
+def _add(places: Tensor | None, first: int) -> Tensor | None:
+    return None if places is None else places + first
+
+
+def _stands(start: Tensor, places: Addresses, lookup: Lookup) -> bool:
+    return same_values(start.reshape(-1).double(), taken(lookup.start, places))
+
+
 def _piece(held: HeldInScript, start: Tensor, cuts: Cuts, unequal: bool) -> RankPiece:
-    space = cuts.lookup.space
-    addresses: Addresses | None = None
-    places, found = held.places, "layout"
-    first = space.starts.get(held.name, 0)
-    same = held.name in space.starts and torch.Size(held.whole) == space.shapes[held.name]
+    lookup, space = cuts.lookup, cuts.lookup.space
+    addresses, found = _placed(held, held.name, space), "layout"
     if held.layout != "plain":
-        if isinstance(places, range):
-            places = range(places.start + first, places.stop + first)
-        elif places is not None:
-            places = places + first
-        addresses = places if same else None
-    elif same and not unequal:
-        addresses = space.whole(held.name)
-    elif start.numel():
+        if addresses is None or not _stands(start, addresses, lookup):
+            elsewhere, share = lookup.by_value(start)
+            addresses, found = (elsewhere, "value") if share == 1.0 else (addresses, found)
+    elif (addresses is None or unequal) and start.numel():
         looked_up = cuts.addresses if held.kind == "parameter" else cuts.slice_of  # a copy has a parameter's values
         addresses, found = looked_up(held.name, start), "value"
     names = () if addresses is None else space.names_at(addresses)
+    alone = found == "value" and addresses is not None and len(names) == 1
+    moved = alone and same_addresses(_placed(held, names[0], space), addresses)
     began = float(start.double().sum())
-    return RankPiece(held.name, held.kind, held.shape, names, addresses, found, held.layout, held.trained, began)
+    return RankPiece(
+        held.name, held.kind, held.shape, names, addresses, found, held.layout, held.trained, began, moved
+    )

@@ -52,6 +52,13 @@ from verify.results.verdict import Verdict
         pytest.param(
             "sent_stages.py --limit 99 --broken norm", 2, "gradient_differs", "scaled", marks=pytest.mark.long
         ),
+        ("renumbered_stages.py --broken norm", 2, "gradient_differs", "scaled"),
+        pytest.param(
+            "renumbered_stages.py --sharded --broken norm", 4, "gradient_differs", "scaled", marks=pytest.mark.long
+        ),
+        pytest.param(
+            "renumbered_stages.py --tied --broken tied", 2, "gradient_differs", "missing_reduction", marks=pytest.mark.long
+        ),
         pytest.param("zero.py --broken divide", 2, "gradient_differs", "scaled", marks=pytest.mark.long),
         ("zero.py --alone --broken first", 2, "gradient_differs", "permuted"),
         pytest.param("zero.py --alone --broken divide", 3, "gradient_differs", "scaled", marks=pytest.mark.long),
