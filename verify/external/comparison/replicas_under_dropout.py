@@ -18,13 +18,16 @@ from torch import Tensor, nn
 from op_registry.source_location import SourceLocation
 
 from nnscaler.global_random_generators import generators_kept, moved, states
-from nnscaler.runtime.tensor_bits_and_differences import difference, family_scale
+from nnscaler.runtime.tensor_bits_and_differences import difference, distance_of_copies, family_scale, same_bits
 from nnscaler.tracing.export.independent_module_copies import copied_with_hooks
 from nnscaler.tracing.float64_run import exact
+from verify.external.comparison.comparison_records import ComparisonResult, Difference
 from verify.external.observe_rank_run import RankRecord
+from verify.external.parameter_mapping import RankPiece
 from verify.external.program import Batch, ExternalProgram
 from verify.external.reference import copied
 from verify.results.finding import Finding
+from verify.results.verdict import Verdict
 
 NAME = "copies with dropout"
 _CLOSE = 1e-7  # relative; in float64 copies are equal up to rounding
@@ -123,3 +126,28 @@ def unequal(records: Sequence[RankRecord]) -> tuple[int, tuple[Unequal, ...]]:
             if gap.relative > _CLOSE:
                 found.append(Unequal(piece.name, (rank, record.rank), gap.relative))
     return count, tuple(found)
+
+
+def compare_replicas(records: Sequence[RankRecord]) -> ComparisonResult:
+    """Compare bitwise what ranks hold of the same elements after each step."""
+    found: list[Difference] = []
+    count = 0
+    for steps in zip(*(record.steps for record in records), strict=True):
+        number = next(i for i, step in enumerate(records[0].steps) if step is steps[0])
+        first: dict[tuple[str, bytes | None], tuple[RankPiece, Tensor]] = {}
+        for record, step in zip(records, steps, strict=True):
+            for piece in record.pieces:
+                value = step.state.get(piece.local)
+                if value is None or piece.addresses is None or not value.numel() or piece.kind == "buffer":
+                    continue
+                key = (piece.name, piece.key)
+                other = first.setdefault(key, (piece, value))
+                if other[1] is value or other[1].shape != value.shape:
+                    continue
+                count += 1
+                if not same_bits(other[1], value):
+                    _, gap = distance_of_copies(other[1], value)
+                    found.append(Difference("replicas_differ", piece.name, record.rank, number, Verdict.REFUTED, gap))
+        if found:
+            break
+    return ComparisonResult("replicas bitwise equal", count, tuple(found))

@@ -15,13 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nnscaler.is_user_file import beside
 from nnscaler.runtime.communication.communicator import CommunicationCall
-from verify.external.ranks.call_sites import is_program
+from verify.external.ranks.call_sites import is_ours, is_program
 from verify.external.ranks.torch_private import Work
 
-_HERE = beside(__file__)
-_ASKED = (torch.distributed.distributed_c10d.__file__, torch.distributed.c10d_logger.__file__)  # and what logs its calls
+_ASKED = {  # the functions that programs call, and what is around them
+    torch.distributed.distributed_c10d.__file__,
+    torch.distributed.c10d_logger.__file__,
+    torch.overrides.__file__,
+}
 _WITHOUT_RESULT = ("send", "barrier")
 
 
@@ -102,6 +104,6 @@ def _in_python() -> bool:
     """Return whether the program itself makes the call, by a function of torch.distributed or not, and no other part of
     torch, which may hand the work to its C++."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((_HERE, *_ASKED)):
+    while frame.f_back is not None and (is_ours(frame.f_code.co_filename) or frame.f_code.co_filename in _ASKED):
         frame = frame.f_back
     return is_program(frame.f_code.co_filename)

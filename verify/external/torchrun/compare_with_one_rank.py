@@ -13,24 +13,30 @@ from nnscaler.exception_in_one_line import first_line
 from nnscaler.runtime.tensor_bits_and_differences import (
     FLOAT64_BOUND,
     difference,
-    distance_of_copies,
     is_finite,
     is_whole,
-    same_bits,
 )
 from verify.external.comparison.compare import LATE, compare
 from verify.external.comparison.comparison_records import ComparisonResult, Difference, PartGradients, ProgramRun
 from verify.external.comparison.findings_from_differences import findings
 from verify.external.comparison.reference_in_parts_and_noise import DRAWS, HALF, UNKNOWN, largest_distances
 from verify.external.comparison.replicas_under_dropout import NAME as COPIES
+from verify.external.comparison.replicas_under_dropout import compare_replicas
 from verify.external.comparison.replicas_under_dropout import finding as of_dropout
 from verify.external.observe_rank_run import RankRecord
-from verify.external.parameter_mapping import RankPiece
 from verify.external.ranks.run_result import RanksFailed
 from verify.external.reference import PlainReference, ReferenceStep
 from verify.external.torchrun.elements_of_one_rank import NONE_FILLED, FilledIn, filled_in
 from verify.external.torchrun.feed_data_of_all_ranks import Material, Way
-from verify.external.torchrun.find_comparison_gaps import Tried, doubt_of, idle_at_start, left_open, why_not_whole
+from verify.external.torchrun.find_comparison_gaps import (
+    Tried,
+    coupled_unequal_parts,
+    doubt_of,
+    idle_at_start,
+    left_open,
+    losses_add_up,
+    why_not_whole,
+)
 from verify.external.torchrun.match_one_rank import (
     Layout,
     own_gradients,
@@ -58,6 +64,10 @@ SAID: dict[Way, str] = {
     "part": "the reference is the script on one rank, on each data part by itself; the right gradient is taken to be "
     "the mean over the data parts",
 }
+SAID_OF_SUM = (
+    "the reference is the script on one rank, on each data part by itself; losses and gradients are taken to be those "
+    "of the data parts added up"
+)
 
 
 @dataclass(frozen=True)
@@ -141,6 +151,8 @@ def judge(runner: ScriptRunner, records: Sequence[ScriptRecord], layout: Layout,
     for way, given in _ways(material):
         if layout.count == 1 and (made or way in ("whole", "turns")):
             continue
+        if given.summed and not losses_add_up({attempt.way: attempt.run for attempt in made}, layout):
+            continue
         try:
             attempt = attempt_of(runner, records, layout, given, way)
         except (NotMatched, Failed) as problem:
@@ -153,7 +165,8 @@ def judge(runner: ScriptRunner, records: Sequence[ScriptRecord], layout: Layout,
         return Judged(None, tuple(reasons), (), ())
     reasons = [reason for reason in reasons if all(reason.way != attempt.way for attempt in made)]
     agreeing = [attempt for attempt in made if attempt.agrees]
-    firm = sorted((attempt for attempt in made if attempt.firm), key=lambda attempt: attempt.assumed)
+    coupled = coupled_unequal_parts({attempt.way: attempt.compared for attempt in made}, records, layout)
+    firm = sorted((a for a in made if a.firm and not (coupled and a.way == "part")), key=lambda a: a.assumed)
     chosen = (agreeing or firm or made)[0]
     if not chosen.agrees:
         chosen = explained(runner, chosen, made)
@@ -165,7 +178,7 @@ def judge(runner: ScriptRunner, records: Sequence[ScriptRecord], layout: Layout,
             checks, found = _with_dropout(runner, chosen.run, layout)
             judged = replace(judged, checks=judged.checks + checks, findings=judged.findings + found)
         return judged if runner.parts else _with_assumption(judged, made)
-    tried = Tried(chosen.way, chosen.numbers, bool(firm), tuple(reasons))
+    tried = Tried(chosen.way, chosen.numbers, bool(firm), tuple(reasons), coupled)
     differences = [difference for result in chosen.compared for difference in result.differences]
     return _judged(chosen, tuple(reasons), doubt_of(tried, differences, records, layout), unseen, ())
 
@@ -179,6 +192,7 @@ def _ways(material: Material) -> Iterator[tuple[Way, Material]]:
         yield way, replace(material, draws=())
         if way == "whole" and material.has_scalars:
             yield way, replace(material, draws=(), scalars=False)
+    yield "part", replace(material, draws=(), summed=True)
 
 
 def attempt_of(
@@ -319,8 +333,10 @@ def _with_assumption(judged: Judged, made: Sequence[Attempt]) -> Judged:
     statistics of each part, make such a script another one than that on one rank."""
     if judged.attempt is None or judged.attempt.way != "part" or not judged.attempt.run.reference.steps[0].part_losses:
         return judged
-    message = "the ranks agree with the mean over the data parts, each by itself, and "
-    cause = "a mean over unequal counts, statistics of a part's rows alone, or rows that belong together on other ranks"
+    kind = "sum" if judged.attempt.material.summed else "mean"
+    message = f"the ranks agree with the {kind} over the data parts, each by itself, and "
+    cause = "statistics of a part's rows alone, or rows that belong together on other ranks"
+    cause = cause if judged.attempt.material.summed else f"a mean over unequal counts, {cause}"
     whole = next((attempt for attempt in made if attempt.way in ("own", "whole") and not attempt.agrees), None)
     if whole is not None:
         differences = [difference for result in whole.compared for difference in result.differences]
@@ -336,7 +352,9 @@ def _with_assumption(judged: Judged, made: Sequence[Attempt]) -> Judged:
             )
     else:
         message += f"the script could not be run on one rank with the rows of all: {why_not_whole(judged.reasons)}"
-    check = Check("whole batches", Verdict.INCONCLUSIVE, 1, 0, detail="the mean over data parts is assumed to be right")
+    check = Check(
+        "whole batches", Verdict.INCONCLUSIVE, 1, 0, detail=f"the {kind} over data parts is assumed to be right"
+    )
     return replace(
         judged,
         checks=(*judged.checks, check),
@@ -372,28 +390,3 @@ def _with_dropout(
     )
     check = replace(result.check(Verdict.TESTED_EXACT), name=COPIES, supporting=True)
     return (check,) if result.count else (), found
-
-
-def compare_replicas(records: Sequence[RankRecord]) -> ComparisonResult:
-    """Compare bitwise what ranks hold of the same elements after each step."""
-    found: list[Difference] = []
-    count = 0
-    for steps in zip(*(record.steps for record in records), strict=True):
-        number = next(i for i, step in enumerate(records[0].steps) if step is steps[0])
-        first: dict[tuple[str, bytes | None], tuple[RankPiece, Tensor]] = {}
-        for record, step in zip(records, steps, strict=True):
-            for piece in record.pieces:
-                value = step.state.get(piece.local)
-                if value is None or piece.addresses is None or not value.numel() or piece.kind == "buffer":
-                    continue
-                key = (piece.name, piece.key)
-                other = first.setdefault(key, (piece, value))
-                if other[1] is value or other[1].shape != value.shape:
-                    continue
-                count += 1
-                if not same_bits(other[1], value):
-                    _, gap = distance_of_copies(other[1], value)
-                    found.append(Difference("replicas_differ", piece.name, record.rank, number, Verdict.REFUTED, gap))
-        if found:
-            break
-    return ComparisonResult("replicas bitwise equal", count, tuple(found))

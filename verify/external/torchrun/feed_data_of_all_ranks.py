@@ -43,6 +43,7 @@ class Material:
     scalars
            of the data are those of the ranks; if not, the script's own, which it may have computed of the rows that it
            was given: by what a loss is divided, say
+    summed the gradients of the data parts are added up, and not averaged
     """
 
     parts: tuple[Events, ...]
@@ -52,6 +53,7 @@ class Material:
     draws: tuple[Tensors, ...] = ()
     reordered: int | None = None
     scalars: bool = True
+    summed: bool = False
 
     @property
     def has_scalars(self) -> bool:

@@ -3,13 +3,14 @@ and differences that decide nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from nnscaler.errors import few
-from verify.external.comparison.comparison_records import Difference, ProgramRun
+from nnscaler.runtime.tensor_bits_and_differences import FLOAT64_BOUND, difference
+from verify.external.comparison.comparison_records import ComparisonResult, Difference, ProgramRun
 from verify.external.reference import PlainReference
 from verify.external.torchrun.elements_of_one_rank import FilledIn
 from verify.external.torchrun.feed_data_of_all_ranks import Material, Way
@@ -22,6 +23,7 @@ from verify.results.finding import Finding
 from verify.results.report import Check
 from verify.results.verdict import Verdict
 
+_BUFFERS = "buffers after steps"
 _MOVED = 0.02  # how far parameters are moved, at random
 _READ = "a count of labels, say, which can be followed where it stays a tensor, without `.item()`"
 
@@ -34,12 +36,42 @@ class Tried:
     numbers  that it read from tensors
     firm     there is one in which a difference refutes
     reasons  why others could not be made
+    coupled  as `coupled_unequal_parts` says
     """
 
     way: Way
     numbers: tuple[ReadNumber, ...]
     firm: bool
     reasons: tuple[NoReference, ...]
+    coupled: bool = False
+
+
+def coupled_unequal_parts(
+    made: Mapping[Way, Sequence[ComparisonResult]], records: Sequence[ScriptRecord], layout: Layout
+) -> bool:
+    """Return whether data parts count other numbers of rows or labels, and rows of all are coupled, as by a batch norm
+    over all ranks: statistics are those of the whole batch, and not of each part by itself."""
+
+    def agree_at_first(way: Way) -> bool | None:
+        results = [result for result in made.get(way, ()) if result.name == _BUFFERS and result.count]
+        return all(one.step for result in results for one in result.differences) if results else None
+
+    whole, part = agree_at_first("whole") or agree_at_first("own"), agree_at_first("part")
+    return bool(whole) and part is False and _of_several_sizes(records, layout)
+
+
+def losses_add_up(made: Mapping[Way, ProgramRun], layout: Layout) -> bool:
+    """Return whether every rank's loss is that of its data part times their number, and rows are coupled: all of them
+    together have another loss. As where a sum is divided by the labels of all ranks, behind a batch norm of each."""
+    whole = [made[way].reference.steps[0].loss for way in ("own", "whole") if way in made]
+    if "part" not in made or not whole:
+        return False
+    run = made["part"]
+    step = run.reference.steps[0]
+    losses = [(record.steps[0].loss, step.part_losses[layout.parts[record.rank]]) for record in run.records]
+    return all(
+        own is not None and difference(own.double(), layout.count * part).relative < _SAME for own, part in losses
+    ) and all(min(difference(one, n * step.loss).relative for n in (1, layout.count)) > FLOAT64_BOUND for one in whole)
 
 
 def doubt_of(
@@ -48,6 +80,11 @@ def doubt_of(
     """Return why these differences decide nothing; None where they do."""
     if any(record.drew for record in records):
         return "the forward pass draws random numbers, which are others on one rank"
+    if tried.coupled:
+        return (
+            "the data parts count other numbers of rows or labels, and rows of all ranks are coupled, as by a "
+            "SyncBatchNorm: a mean of the parts' means could not be tried on one rank"
+        )
     if not tried.firm:
         return "the script could not be run on one rank without more rows or micro-batches than it takes on a rank"
     unlike = next(unlike_numbers(tried.numbers, records[0].numbers), None)

@@ -20,6 +20,7 @@ _DIVIDE = (
     "divide the rows: a DistributedSampler over all ranks in the loader, other seeds, or other places of the data set; "
     "where one batch for all is meant, to measure speed say, draw it whole by torch.randn or torch.randint"
 )
+_TOLD = "call `sampler.set_epoch(epoch)` before each epoch"
 
 
 def replicas(judged: Judged, layout: Layout, records: Sequence[ScriptRecord]) -> tuple[int, ...] | None:
@@ -156,6 +157,26 @@ def sampled_twice(records: Sequence[ScriptRecord], layout: Layout) -> tuple[Chec
         check = Check("other rows on every rank", Verdict.INCONCLUSIVE, 0, detail="samplers give some to several")
         return check, Finding("same_rows", message, cause=cause, help=help)
     return None
+
+
+def same_order(records: Sequence[ScriptRecord]) -> tuple[Check, Finding] | None:
+    """Return what is open where a sampler shuffles the rows of a later epoch as those of the first one."""
+    if not any(one.again for record in records for one in record.sampled.values()):
+        return None
+    message = "a DistributedSampler shuffles, and a later epoch has the rows of the first one in the same order"
+    check = Check("other rows on every rank", Verdict.INCONCLUSIVE, 0, detail="epochs have one order of the rows")
+    return check, Finding("same_rows", message, cause="it goes by its seed and epoch alone", help=_TOLD)
+
+
+def never_told(records: Sequence[ScriptRecord]) -> str | None:
+    """Return the note on a sampler that shuffles, and that is not told the number of its first epoch."""
+    sampled = [one for record in records for one in record.sampled.values() if one.shuffle is not None]
+    if all(one.told for one in sampled):
+        return None
+    return (
+        "a DistributedSampler that shuffles is not told the number of the first epoch (`set_epoch`): unless it is told "
+        "later, every epoch has its rows in the same order; `--steps` beyond an epoch shows that"
+    )
 
 
 def same_where_trained(judged: Judged, records: Sequence[ScriptRecord], layout: Layout) -> tuple[Check, Finding] | None:

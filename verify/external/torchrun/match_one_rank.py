@@ -358,6 +358,4 @@ def _piece(held: HeldInScript, start: Tensor, cuts: Cuts, unequal: bool) -> Rank
     alone = found == "value" and addresses is not None and len(names) == 1
     moved = alone and same_addresses(_placed(held, names[0], space), addresses)
     began = float(start.double().sum())
-    return RankPiece(
-        held.name, held.kind, held.shape, names, addresses, found, held.layout, held.trained, began, moved
-    )
+    return RankPiece(held.name, held.kind, held.shape, names, addresses, found, held.layout, held.trained, began, moved)

@@ -194,12 +194,15 @@ class ScriptRunner:
             add_up = _adder(folder / "parts", part, count) if count > 1 else None
             feed = RanksFeed(material, way, notes.append, part, add_up)
             store = folder / f"store-{part}"
-            start = Start(self.words, 0, 1, store, self.steps, self.double, devices=self.ranks, louder=self.louder)
+            louder = self.louder * (count if material.summed else 1)
+            start = Start(self.words, 0, 1, store, self.steps, self.double, devices=self.ranks, louder=louder)
             start = replace(start, reordered=material.reordered)
             run_script(start, _saver(folder, part, notes), feed)
 
         run_apart(task, count, self.timeout, folder)
         made = _records(folder, count)
+        if material.summed:
+            made = tuple(_times(count, record) for record in made)
         if any(not record.steps for record in made):
             printed = _last_lines(sorted(folder.glob("output-*")), 1)
             raise NotMatched(
@@ -225,6 +228,12 @@ def _last_lines(files: Sequence[Path], count: int) -> str:
 def _records(folder: Path, count: int) -> tuple[ScriptRecord, ...]:
     loaded = [torch.load(folder / f"record-{number}.pt", weights_only=False) for number in range(count)]
     return tuple(replace(record, notes=(*record.notes, *dict.fromkeys(notes))) for record, notes in loaded)
+
+
+def _times(factor: int, record: ScriptRecord) -> ScriptRecord:
+    """Return a record with the losses of louder gradients, which it has as they were."""
+    steps = (replace(step, losses=tuple(factor * loss for loss in step.losses)) for step in record.steps)
+    return replace(record, steps=tuple(steps))
 
 
 def _saver(folder: Path, number: int, notes: list[str] | None = None) -> Callable[[ScriptRecord], None]:

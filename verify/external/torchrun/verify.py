@@ -16,12 +16,14 @@ from nnscaler.errors import few
 from nnscaler.exception_in_one_line import first_line
 from verify.external.ranks.attention_and_float64_of_torch import exact_throughout
 from verify.external.ranks.run_result import RanksFailed
-from verify.external.torchrun.compare_with_one_rank import SAID, Judged, judge
+from verify.external.torchrun.compare_with_one_rank import SAID, SAID_OF_SUM, Judged, judge
 from verify.external.torchrun.cuda_on_cpu import WITHOUT_GPU, asks_for_gpu
 from verify.external.torchrun.find_ranks_with_same_rows import (
     counts_for_each_rank,
+    never_told,
     replicas,
     rows_of_others,
+    same_order,
     same_rows,
     same_where_trained,
     sampled_twice,
@@ -147,7 +149,7 @@ def _verify(runner: ScriptRunner, progress: Progress) -> Outcome:
     notes += _said(judged, layout, records)
     checks, found = _outcome(judged)
     others = rows_of_others(judged, records, layout) or same_where_trained(judged, records, layout)
-    others = others or sampled_twice(records, layout)
+    others = others or sampled_twice(records, layout) or same_order(records)
     if judged.passes and others is not None:
         checks, found = (*checks, others[0]), (*found, others[1])
     return checks, found, tuple(notes), used
@@ -324,7 +326,7 @@ def _said(judged: Judged, layout: Layout, records: Sequence[ScriptRecord]) -> li
     if groups:
         notes.append(f"process groups: {', '.join(str(list(group)) for group in groups)}")
     if judged.attempt is not None:
-        notes.append(SAID[judged.attempt.way])
+        notes.append(SAID_OF_SUM if judged.attempt.material.summed else SAID[judged.attempt.way])
         notes += judged.attempt.notes
         pieces = [piece for record in judged.attempt.run.records for piece in record.pieces]
         by_value = sorted({piece.local for piece in pieces if piece.found == "value"})
@@ -332,6 +334,8 @@ def _said(judged: Judged, layout: Layout, records: Sequence[ScriptRecord]) -> li
             notes.append(f"which part a rank holds was found from the values at the start: {few(by_value)}")
     if not judged.passes and (unequal := _unequal_settings(records)) is not None:
         notes.append(unequal)
+    if (untold := never_told(records)) is not None:
+        notes.append(untold)
     if any(record.drew for record in records):
         notes.append("the forward pass draws random numbers")
     return notes

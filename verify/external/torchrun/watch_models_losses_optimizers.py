@@ -32,7 +32,7 @@ from verify.external.torchrun.replace_data_given_to_model import ScriptMode, exc
 from verify.external.torchrun.tensors_that_steps_change import ScriptState
 from verify.external.torchrun.watch_clipping import ClippingWatch
 from verify.external.torchrun.watched_script_record import (
-    SampledRows,
+    SampledEpochs,
     ScriptRecord,
     SeenStep,
     Start,
@@ -63,7 +63,7 @@ class ScriptWatch:
         self._events: dict[str, list[Tensors]] = {}
         self._draws: list[Tensor] = []
         self._loaders: dict[int, int] = {}
-        self._sampled: dict[str, SampledRows] = {}
+        self._sampled = SampledEpochs()
         self._losses: list[Tensor] = []
         self._loss_unit = 0.0
         self._own: dict[str, Tensor | None] = {}
@@ -130,7 +130,7 @@ class ScriptWatch:
             self._mode.measured,
             tuple(self._mode.ignored),
             frozenset(self._trained()),
-            self._sampled,
+            self._sampled.found,
         )
 
     def _trained(self) -> Iterator[tuple[str, int]]:
@@ -190,8 +190,7 @@ class ScriptWatch:
 
         def loaded(this: Any) -> Iterator[Any]:
             number = self._loaders.setdefault(id(this), len(self._loaders))
-            if (rows := SampledRows.of(this.sampler)) is not None:
-                self._sampled.setdefault(f"batch {number}", rows)
+            self._sampled.begin(f"batch {number}", this.sampler)
             for batch in loader(this):
                 yield exchanged(batch, f"batch {number}", self._take)
 
@@ -219,6 +218,7 @@ class ScriptWatch:
             (schedules.PipelineScheduleSingle, "step", self._schedule(single)),
             (schedules.PipelineScheduleMulti, "step", self._schedule(several)),
             *self._clipping.changes(),
+            *self._sampled.changes(),
             *self._mode.collectives(),
             (torch, "from_numpy", lambda array: exact_tensor(from_numpy(array)) if self._double else from_numpy(array)),
         ]

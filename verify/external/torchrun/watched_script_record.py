@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, cast
 
@@ -135,12 +135,16 @@ class SampledRows:
     padded    how many rows some rank is given once more, so that all have as many
     replicas  over which it divides the rows
     shuffle   its seed and epoch, added; None where it does not shuffle
+    told      the script has told it the number of the epoch before that
+    again     it shuffles, and a later epoch has the same rows in the same order
     """
 
     rows: Tensor
     padded: int
     replicas: int
     shuffle: int | None
+    told: bool = False
+    again: bool = False
 
     @staticmethod
     def of(sampler: object) -> SampledRows | None:
@@ -150,6 +154,37 @@ class SampledRows:
         shuffle = sampler.seed + sampler.epoch if sampler.shuffle else None
         padded = max(0, sampler.total_size - len(cast(Sized, sampler.dataset)))
         return SampledRows(torch.tensor(list(sampler)), padded, sampler.num_replicas, shuffle)
+
+
+class SampledEpochs:
+    """Notes what samplers give to a rank, each time that a script begins to go through a loader.
+
+    found  by the kind of the data: what is known of the first epoch
+    """
+
+    def __init__(self) -> None:
+        self.found: dict[str, SampledRows] = {}
+        self._told: set[int] = set()  # samplers that have been told a number
+
+    def begin(self, kind: str, sampler: object) -> None:
+        """Note that an epoch begins, by this loader's sampler."""
+        now, first = SampledRows.of(sampler), self.found.get(kind)
+        if now is None:
+            return
+        if first is None:
+            self.found[kind] = replace(now, told=id(sampler) in self._told)
+        elif now.shuffle is not None and len(now.rows) > 1:
+            self.found[kind] = replace(first, again=first.again or torch.equal(now.rows, first.rows))
+
+    def changes(self) -> list[tuple[object, str, Callable[..., None]]]:
+        """Return what stands for the method by which samplers are told the number of an epoch."""
+        tell = DistributedSampler.set_epoch
+
+        def set_epoch(this: DistributedSampler[object], epoch: int) -> None:
+            self._told.add(id(this))
+            tell(this, epoch)
+
+        return [(DistributedSampler, "set_epoch", set_epoch)]
 
 
 @dataclass(frozen=True)

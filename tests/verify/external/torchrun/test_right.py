@@ -80,6 +80,9 @@ TURNS, PART = "in turn", "on each data part by itself"
         pytest.param("loops.py inside", 2, WHOLE, marks=pytest.mark.long),
         ("loops.py bf16", 3, WHOLE),
         ("loops.py again", 2, WHOLE),
+        ("loops.py join", 2, WHOLE),
+        pytest.param("loops.py resume", 2, WHOLE, marks=pytest.mark.long),
+        pytest.param("loops.py counts --norm all", 2, WHOLE, marks=pytest.mark.long),
         pytest.param("loops.py again --reentrant", 2, WHOLE, marks=pytest.mark.long),
         pytest.param("megatron_style.py", 2, OWN, marks=pytest.mark.long),
         pytest.param("megatron_style.py", 3, OWN, marks=pytest.mark.long),
@@ -108,6 +111,24 @@ def test_a_mean_over_data_parts_is_not_the_script_on_whole_batches() -> None:
     (finding,) = report.findings
     assert finding.code == "not_compared" and "with the mean over the data parts" in finding.message
     assert "--reference parts" in str(finding.help)
+
+
+@pytest.mark.long
+def test_a_sum_over_data_parts_is_not_the_script_on_whole_batches() -> None:
+    """Losses are divided by the labels of all ranks, behind a batch norm of the rank's own rows."""
+    report = verified("loops.py counts --tensor --norm own", 2)
+    assert report.verdict is Verdict.INCONCLUSIVE, told(report)
+    (finding,) = report.findings
+    assert finding.code == "not_compared" and "with the sum over the data parts" in finding.message, told(report)
+    assert "unequal counts" not in str(finding.cause)
+    assert verified("loops.py counts --tensor --norm own", 2, reference="parts").verdict.passes
+
+
+@pytest.mark.long
+def test_a_mean_of_means_behind_a_norm_of_all_rows_is_left_open() -> None:
+    report = verified("loops.py counts --tensor --norm all --broken own", 2)
+    assert report.verdict is Verdict.INCONCLUSIVE, told(report)
+    assert all("rows of all ranks are coupled" in str(finding.cause) for finding in report.findings), told(report)
 
 
 @pytest.mark.long

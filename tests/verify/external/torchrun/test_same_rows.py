@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch.utils.data import DistributedSampler
 
-from verify.external.torchrun.find_ranks_with_same_rows import sampled_twice
+from verify.external.torchrun.cuda_on_cpu import replaced
+from verify.external.torchrun.find_ranks_with_same_rows import never_told, same_order, sampled_twice
 from verify.external.torchrun.match_one_rank import Layout
-from verify.external.torchrun.watched_script_record import SampledRows, ScriptRecord
+from verify.external.torchrun.watched_script_record import SampledEpochs, SampledRows, ScriptRecord
 
 
 def records(*samplers: DistributedSampler[int]) -> list[ScriptRecord]:
@@ -52,3 +53,19 @@ def test_a_seed_that_depends_on_the_rank_is_told() -> None:
 def test_a_place_that_two_of_three_ranks_have_is_told() -> None:
     found = sampled_twice(records(*(sampler(place, rows=30) for place in (0, 1, 1))), Layout((0, 1, 2)))
     assert found is not None and ", 10 are there already" in found[1].message and found[1].cause is None
+
+
+@pytest.mark.parametrize(("tell", "shuffle"), [("each", True), ("late", True), ("never", True), ("never", False)])
+def test_a_sampler_that_is_not_told_the_epoch_is_told(tell: str, shuffle: bool) -> None:
+    rows: DistributedSampler[int] = DistributedSampler(range(30), 3, 1, shuffle)  # type: ignore[arg-type]
+    seen = SampledEpochs()
+    with replaced(seen.changes()):
+        for epoch in range(2):
+            if tell == "each":
+                rows.set_epoch(epoch)
+            seen.begin("batch 0", rows)
+            if tell == "late":
+                rows.set_epoch(epoch + 1)
+    made = [replace(one, sampled=seen.found) for one in records(rows)]
+    assert (never_told(made) is None) == (tell == "each" or not shuffle)
+    assert (same_order(made) is None) == (tell != "never" or not shuffle)

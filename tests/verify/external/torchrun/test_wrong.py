@@ -57,7 +57,11 @@ from verify.results.verdict import Verdict
             "renumbered_stages.py --sharded --broken norm", 4, "gradient_differs", "scaled", marks=pytest.mark.long
         ),
         pytest.param(
-            "renumbered_stages.py --tied --broken tied", 2, "gradient_differs", "missing_reduction", marks=pytest.mark.long
+            "renumbered_stages.py --tied --broken tied",
+            2,
+            "gradient_differs",
+            "missing_reduction",
+            marks=pytest.mark.long,
         ),
         pytest.param("zero.py --broken divide", 2, "gradient_differs", "scaled", marks=pytest.mark.long),
         ("zero.py --alone --broken first", 2, "gradient_differs", "permuted"),
@@ -92,6 +96,14 @@ def test_wrong(command: str, ranks: int, code: str, cause: str) -> None:
     assert report.verdict is Verdict.REFUTED, told(report)
     found = [(finding.code, finding.counter_example.get("cause")) for finding in report.findings]
     assert (code, cause) in found, told(report)
+
+
+@pytest.mark.long
+def test_the_first_update_of_what_is_made_later_is_a_number() -> None:
+    report = verified("loops.py resume --broken state", 2)
+    assert report.verdict is Verdict.REFUTED, told(report)
+    assert [finding.code for finding in report.findings] == ["parameter_differs"], told(report)
+    assert "on rank 1" in report.findings[0].message and "NaN" not in str(report.findings[0].cause), told(report)
 
 
 def test_only_what_is_not_reduced_is_named() -> None:
