@@ -128,6 +128,27 @@ def _of_several_sizes(records: Sequence[ScriptRecord], layout: Layout) -> bool:
     return any(own != sizes[0] for own in sizes)
 
 
+def other_rows_on_shards(records: Sequence[ScriptRecord], run: ProgramRun, layout: Layout) -> str | None:
+    """Return the cause of what no other explains, where ranks of several data parts hold shards that are not those of
+    DDP or FSDP, and none has a copy: with tensor parallelism these ranks must take in the same data."""
+    if layout.count == 1 or any(record.replica is not None for record in records):
+        return None
+    held: dict[str, list[set[bytes | None]]] = {}
+    for record in run.records:
+        for piece in record.pieces:
+            if piece.trained and piece.addresses is not None:
+                held.setdefault(piece.name, [set() for _ in range(layout.count)])[layout.parts[record.rank]].add(
+                    piece.key
+                )
+    split = [name for name, parts in held.items() if all(parts) and any(keys != parts[0] for keys in parts)]
+    if not split:
+        return None
+    return (
+        f"ranks of {layout.count} data parts take in different data, and hold different parts of {few(split)}: "
+        "ranks that split a layer, as by tensor parallelism, must take in the same data"
+    )
+
+
 def left_open(
     run: ProgramRun, unseen: frozenset[str], idle: Sequence[str], mixed: NoReference | None, unplaced: Sequence[str]
 ) -> Iterator[tuple[Check, Finding]]:

@@ -171,7 +171,7 @@ def same_order(records: Sequence[ScriptRecord]) -> tuple[Check, Finding] | None:
 def never_told(records: Sequence[ScriptRecord]) -> str | None:
     """Return the note on a sampler that shuffles, and that is not told the number of its first epoch."""
     sampled = [one for record in records for one in record.sampled.values() if one.shuffle is not None]
-    if all(one.told for one in sampled):
+    if all(one.told or one.again for one in sampled):
         return None
     return (
         "a DistributedSampler that shuffles is not told the number of the first epoch (`set_epoch`): unless it is told "

@@ -18,6 +18,7 @@ from verify.external.ranks.attention_and_float64_of_torch import exact_throughou
 from verify.external.ranks.run_result import RanksFailed
 from verify.external.torchrun.compare_with_one_rank import SAID, SAID_OF_SUM, Judged, judge
 from verify.external.torchrun.cuda_on_cpu import WITHOUT_GPU, asks_for_gpu
+from verify.external.torchrun.find_comparison_gaps import other_rows_on_shards
 from verify.external.torchrun.find_ranks_with_same_rows import (
     counts_for_each_rank,
     never_told,
@@ -55,6 +56,10 @@ _CHECK_FILE = (
 _NO_STEPS = (
     "steps of a `torch.optim.Optimizer` are watched: let the script make one before it ends, derive an optimizer of "
     "its own from that class, or write a check file: docs/verify-external.md"
+)
+_UNEQUAL_STEPS = (
+    "let all ranks make as many steps, or watch no more than the fewest (`--steps`): where one of them has fewer "
+    "batches than others, those go on without it"
 )
 _STARTS = (
     "copies: broadcast the parameters of rank 0, or seed every rank alike, before the first step; shards: cut them "
@@ -120,7 +125,7 @@ def _verify(runner: ScriptRunner, progress: Progress) -> Outcome:
     ended = ("the script runs to its steps", tuple(len(record.steps) for record in records))
     if min(ended[1]) == 0 or len(set(ended[1])) > 1:
         message = f"the ranks made {', '.join(map(str, ended[1]))} optimizer steps, so that nothing can be compared"
-        help = _CHECK_FILE if min(ended[1]) else _NO_STEPS
+        help = _UNEQUAL_STEPS if min(ended[1]) else _NO_STEPS
         return *_undecided(message, runner.output(), help=help), tuple(notes), used
     try:
         layout = Layout(parts_of(records))
@@ -148,6 +153,9 @@ def _verify(runner: ScriptRunner, progress: Progress) -> Outcome:
     judged = with_early_norms(without_limits(runner, judged, layout), records, layout)
     notes += _said(judged, layout, records)
     checks, found = _outcome(judged)
+    if judged.attempt is not None:
+        cause = other_rows_on_shards(records, judged.attempt.run, layout)
+        found = tuple(finding if finding.cause else replace(finding, cause=cause) for finding in found)
     others = rows_of_others(judged, records, layout) or same_where_trained(judged, records, layout)
     others = others or sampled_twice(records, layout) or same_order(records)
     if judged.passes and others is not None:

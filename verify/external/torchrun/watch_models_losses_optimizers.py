@@ -190,9 +190,11 @@ class ScriptWatch:
 
         def loaded(this: Any) -> Iterator[Any]:
             number = self._loaders.setdefault(id(this), len(self._loaders))
-            self._sampled.begin(f"batch {number}", this.sampler)
+            kind = f"batch {number}"
+            self._sampled.begin(kind, this.sampler)
             for batch in loader(this):
-                yield exchanged(batch, f"batch {number}", self._take)
+                yield exchanged(batch, kind, self._take)
+            self._sampled.end(kind)
 
         def added(this: Optimizer, group: dict[str, Any]) -> None:
             self._state.meet_optimizer(this)

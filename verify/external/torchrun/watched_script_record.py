@@ -135,8 +135,8 @@ class SampledRows:
     padded    how many rows some rank is given once more, so that all have as many
     replicas  over which it divides the rows
     shuffle   its seed and epoch, added; None where it does not shuffle
-    told      the script has told it the number of the epoch before that
-    again     it shuffles, and a later epoch has the same rows in the same order
+    told      the script has told it the number of an epoch before it went through these rows, or other ones
+    again     it shuffles, is never told, and a later epoch has the same rows in the same order
     """
 
     rows: Tensor
@@ -157,7 +157,7 @@ class SampledRows:
 
 
 class SampledEpochs:
-    """Notes what samplers give to a rank, each time that a script begins to go through a loader.
+    """Notes what samplers give to a rank, each time that a script goes through a loader.
 
     found  by the kind of the data: what is known of the first epoch
     """
@@ -165,16 +165,22 @@ class SampledEpochs:
     def __init__(self) -> None:
         self.found: dict[str, SampledRows] = {}
         self._told: set[int] = set()  # samplers that have been told a number
+        self._ended: set[str] = set()  # kinds of which an epoch has come to its end: others may only look at a batch
 
     def begin(self, kind: str, sampler: object) -> None:
         """Note that an epoch begins, by this loader's sampler."""
-        now, first = SampledRows.of(sampler), self.found.get(kind)
+        now = SampledRows.of(sampler)
         if now is None:
             return
-        if first is None:
-            self.found[kind] = replace(now, told=id(sampler) in self._told)
-        elif now.shuffle is not None and len(now.rows) > 1:
-            self.found[kind] = replace(first, again=first.again or torch.equal(now.rows, first.rows))
+        first = self.found.setdefault(kind, now)
+        told = first.told or id(sampler) in self._told
+        shuffled_again = not told and now.shuffle is not None and kind in self._ended and len(now.rows) > 1
+        again = first.again or (shuffled_again and torch.equal(now.rows, first.rows))
+        self.found[kind] = replace(first, told=told, again=again)
+
+    def end(self, kind: str) -> None:
+        """Note that an epoch ends: every batch was taken."""
+        self._ended.add(kind)
 
     def changes(self) -> list[tuple[object, str, Callable[..., None]]]:
         """Return what stands for the method by which samplers are told the number of an epoch."""

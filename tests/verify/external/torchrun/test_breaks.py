@@ -85,6 +85,13 @@ def test_no_step_is_no_pass() -> None:
     assert "derive an optimizer of its own from that class" in str(report.findings[0].help)
 
 
+@pytest.mark.long
+def test_ranks_that_make_other_numbers_of_steps_decide_nothing() -> None:
+    report = verified("loops.py join", 2, steps=4)
+    assert report.verdict is Verdict.INCONCLUSIVE, told(report)
+    assert "watch no more than the fewest" in str(report.findings[0].help), told(report)
+
+
 _STAGES = """
 import torch
 import torch.distributed as dist

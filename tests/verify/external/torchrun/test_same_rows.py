@@ -55,7 +55,9 @@ def test_a_place_that_two_of_three_ranks_have_is_told() -> None:
     assert found is not None and ", 10 are there already" in found[1].message and found[1].cause is None
 
 
-@pytest.mark.parametrize(("tell", "shuffle"), [("each", True), ("late", True), ("never", True), ("never", False)])
+@pytest.mark.parametrize(
+    ("tell", "shuffle"), [("each", True), ("after a look", True), ("late", True), ("never", True), ("never", False)]
+)
 def test_a_sampler_that_is_not_told_the_epoch_is_told(tell: str, shuffle: bool) -> None:
     rows: DistributedSampler[int] = DistributedSampler(range(30), 3, 1, shuffle)  # type: ignore[arg-type]
     seen = SampledEpochs()
@@ -64,8 +66,19 @@ def test_a_sampler_that_is_not_told_the_epoch_is_told(tell: str, shuffle: bool) 
             if tell == "each":
                 rows.set_epoch(epoch)
             seen.begin("batch 0", rows)
+            if tell == "after a look":  # at the size of the first batch, say
+                rows.set_epoch(epoch)
+                seen.begin("batch 0", rows)
+            seen.end("batch 0")
             if tell == "late":
                 rows.set_epoch(epoch + 1)
     made = [replace(one, sampled=seen.found) for one in records(rows)]
-    assert (never_told(made) is None) == (tell == "each" or not shuffle)
+    assert (never_told(made) is None) == (tell != "never" or not shuffle)
     assert (same_order(made) is None) == (tell != "never" or not shuffle)
+
+
+def test_a_look_at_a_batch_is_no_epoch() -> None:
+    rows, seen = sampler(0), SampledEpochs()
+    seen.begin("batch 0", rows)
+    seen.begin("batch 0", rows)
+    assert same_order([replace(one, sampled=seen.found) for one in records(rows)]) is None

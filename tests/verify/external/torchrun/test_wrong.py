@@ -99,6 +99,13 @@ def test_wrong(command: str, ranks: int, code: str, cause: str) -> None:
 
 
 @pytest.mark.long
+def test_ranks_that_split_a_layer_and_take_in_other_data_are_named() -> None:
+    report = verified("tensor_parallel.py --broken seed", 2)
+    assert report.verdict is Verdict.REFUTED, told(report)
+    assert all("ranks that split a layer" in str(finding.cause) for finding in report.findings), told(report)
+
+
+@pytest.mark.long
 def test_the_first_update_of_what_is_made_later_is_a_number() -> None:
     report = verified("loops.py resume --broken state", 2)
     assert report.verdict is Verdict.REFUTED, told(report)

@@ -1,6 +1,6 @@
 """Tensor parallelism in the style of its tutorial: a plan of column and row parallel layers, with sequence parallelism.
 
---broken: "norm" leaves the gradient of the norm unreduced.
+--broken: "norm" leaves the gradient of the norm unreduced, "seed" draws other words on every rank.
 """
 
 import argparse
@@ -82,7 +82,7 @@ if args.broken == "norm":
         layer.norm.forward = lambda x, norm=layer.norm: F.rms_norm(x.to_local(), (12,), norm.weight)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
 for step in range(10):
-    torch.manual_seed(step)
+    torch.manual_seed(step + (10 * mesh.get_rank() if args.broken == "seed" else 0))
     tokens = torch.randint(0, 48, (4, 12), device="cuda")
     logits = model(tokens)
     loss = F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
