@@ -171,6 +171,14 @@ class ScriptRunner:
         first, *others = _records(folder, self.ranks)
         return replace(first, notes=(*first.notes, *note_of_forgotten(ran.forgotten))), *others
 
+    def stopped(self) -> tuple[int, ...]:
+        """Return the ranks that were stopped after their steps in the last run on all ranks, which need not have ended
+        well: others may wait for them."""
+        folder = max(self.folder.glob("*-ranks"))
+        kept = [rank for rank in range(self.ranks) if (folder / f"record-{rank}.pt").exists()]
+        loaded = {rank: torch.load(folder / f"record-{rank}.pt", weights_only=False)[0] for rank in kept}
+        return tuple(rank for rank, record in loaded.items() if record.stopped)
+
     def alone(self) -> None:
         """Run the script on one rank as it is. Raises Failed."""
         folder = self._folder("alone")

@@ -57,6 +57,7 @@ _NO_STEPS = (
     "steps of a `torch.optim.Optimizer` are watched: let the script make one before it ends, derive an optimizer of "
     "its own from that class, or write a check file: docs/verify-external.md"
 )
+_MORE = 4  # steps
 _UNEQUAL_STEPS = (
     "let all ranks make as many steps, or watch no more than the fewest (`--steps`): where one of them has fewer "
     "batches than others, those go on without it"
@@ -222,18 +223,34 @@ def _outcome(judged: Judged) -> tuple[tuple[Check, ...], tuple[Finding, ...]]:
     return _undecided(message, None, help=_STARTS if reasons[0].mismatch == "unequal_starts" else _CHECK_FILE)
 
 
+def _on_ranks(runner: ScriptRunner) -> tuple[ScriptRecord, ...]:
+    """Run the script on all ranks. Where one was stopped after its steps, and others wait for it before theirs, it goes
+    on for a few more: a deadlock is one that the script makes by itself."""
+    steps = runner.steps
+    for more in (0, _MORE):
+        try:
+            return replace(runner, steps=steps + more).on_ranks()
+        except RanksFailed as failure:
+            if failure.code != "deadlock" or not (stopped := runner.stopped()):
+                raise
+    named = f"ranks {', '.join(map(str, stopped))} had" if len(stopped) > 1 else f"rank {stopped[0]} had"
+    raise RanksFailed(
+        "timed_out", f"{named} made {steps + _MORE} steps, and others wait in fewer: these may be all of theirs"
+    )
+
+
 def _run(runner: ScriptRunner, notes: list[str]) -> tuple[tuple[ScriptRecord, ...], ScriptRunner]:
     """Run the script on all ranks, in float64 if it can; return what they did, and how it was run."""
     told = ""
     if runner.double:
         try:
-            return runner.on_ranks(), runner
+            return _on_ranks(runner), runner
         except RanksFailed as failure:
             if failure.code != "rank_raises":
                 raise
             told = f"the script does not run in float64 ({first_line(failure.message, 300)}): its own dtypes were used"
     runner = replace(runner, double=False)
-    records = runner.on_ranks()
+    records = _on_ranks(runner)
     notes += [told] if told else []
     return records, runner
 
@@ -249,7 +266,8 @@ def _undecided(
 def _failed(runner: ScriptRunner, failure: RanksFailed) -> Outcome:
     """Judge a run of the ranks that did not end: it refutes the script where one rank ends well."""
     verdict = Verdict.INCONCLUSIVE if failure.code == "timed_out" else Verdict.REFUTED
-    code, message, help = failure.code, failure.message, None
+    code, message = failure.code, failure.message
+    help = _UNEQUAL_STEPS if code == "timed_out" and runner.stopped() else None
     if failure.code == "rank_raises" and asks_for_gpu(message):
         verdict, code, help = Verdict.INCONCLUSIVE, "nothing_checked", WITHOUT_GPU
         message = f"the script asks for a GPU, and there is none here: {message}"

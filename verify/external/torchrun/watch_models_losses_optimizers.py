@@ -131,6 +131,7 @@ class ScriptWatch:
             tuple(self._mode.ignored),
             frozenset(self._trained()),
             self._sampled.found,
+            self._stopped,
         )
 
     def _trained(self) -> Iterator[tuple[str, int]]:

@@ -246,6 +246,7 @@ class ScriptRecord:
     trained  kind and number of the data, inputs of models and targets, that a backward pass went through; it is not
              known of schedules of pipelines
     sampled  what samplers give to this rank, by the kind of the data
+    stopped  it had made enough steps, and takes part in nothing more
     """
 
     rank: int
@@ -266,6 +267,7 @@ class ScriptRecord:
     ignored: tuple[int, ...] = ()
     trained: frozenset[tuple[str, int]] = frozenset()
     sampled: Mapping[str, SampledRows] = field(default_factory=dict)
+    stopped: bool = False
 
 
 class Stopped(BaseException):
