@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,13 +26,18 @@ from verify.external.unequal_label_counts import ignore_some
 
 Take = Callable[[str, Tensors], Tensors]  # kind of event, and what came in -> what is to be used
 _READS: frozenset[Any] = frozenset((Tensor.item, Tensor.__int__, Tensor.__float__, Tensor.tolist))
-_OF_MODEL = "_nnscaler_of_model"  # marks a tensor without a graph that a model had a part in
+_OF_MODEL = "_nnscaler_of_model"  # marks a tensor without a graph that a model had a part in; its value: in which step
 _OF_GRADIENTS = "_nnscaler_of_gradients"  # marks what a script computes of gradients that it reads
 _OF_RANKS = "_nnscaler_of_ranks"  # marks what may be a grid of all ranks, and what a script computes of it alone
 _NORMS = frozenset(
     ("norm", "linalg_norm", "linalg_vector_norm", "_foreach_norm", "square", "pow", "__pow__", "dot", "sum", "max",
      "amax", "clamp", "clamp_", "clip", "clip_", "_foreach_clamp_max_", "_foreach_clamp_min_")
 )  # fmt: skip
+_KEEPING = frozenset(("lerp_", "add_", "copy_", "_foreach_lerp_", "_foreach_add_", "_foreach_copy_"))
+_BESIDE = (
+    "the script takes parameters into tensors beside its modules ({}), as averages of the weights are: they were not "
+    "compared; those of a module, as `torch.optim.swa_utils.AveragedModel` is, would be"
+)
 _FILLING = (
     "all_gather", "all_gather_into_tensor", "all_to_all", "all_to_all_single", "gather", "reduce_scatter",
     "reduce_scatter_tensor", "scatter",
@@ -102,6 +108,8 @@ class ScriptMode(TorchFunctionMode):
         self.measured = False
         self.ignored: dict[int, None] = {}
         self._gradients: set[int] = set()  # where those lie that the script reads
+        self._kept: list[tuple[Tensor, str]] = []
+        self._steps = 0
         self._own = own  # code of the script, gradients on or off
         self._draw = draw
         self._dropout = dropout
@@ -131,6 +139,8 @@ class ScriptMode(TorchFunctionMode):
             self.ignored[named.get("ignore_index", given[4] if len(given) > 4 else -100)] = None
         made = func(*given, **named)
         caller = sys._getframe(1).f_code.co_filename
+        if not caller.startswith(_OTHERS):
+            self._keep(func, given)
         self._follow_gradients(func, given, named, made, caller)
         self._follow(func, given, named, made, caller)
         return self._draw(made) if func in _DRAWS and self._outside() and is_data(made) else made
@@ -138,6 +148,26 @@ class ScriptMode(TorchFunctionMode):
     def forget_gradients(self) -> None:
         """Note that the gradients are used up: other tensors may lie in their place from now on."""
         self._gradients.clear()
+        self._steps += 1
+
+    def note_of_kept(self, held: Iterable[Tensor]) -> str | None:
+        """Return a note where the script takes parameters into tensors that it keeps from step to step, and that are
+        none of those that are held."""
+        known = {_storage(tensor) for tensor in held}
+        place = next((place for tensor, place in self._kept if _storage(tensor) not in known), None)
+        return None if place is None else _BESIDE.format(Path(place).name)
+
+    def _keep(self, func: Callable[..., Any], given: Sequence[Any]) -> None:
+        """Note what the script takes parameters into, if that was there before the last step, as averages are."""
+        if func.__name__ not in _KEEPING or len(given) < 2 or not self._own():
+            return
+        into, taken = (value if isinstance(value, tuple | list) else (value,) for value in given[:2])
+        for one, other in zip(into, taken, strict=False):
+            made = getattr(one, _OF_MODEL, self._steps)  # the step in which a model had a part in it
+            of_model = isinstance(other, Tensor) and (other.requires_grad or hasattr(other, _OF_MODEL))
+            kept = made < self._steps and one.dim() > 0 and one.shape == other.shape and not one.requires_grad
+            if kept and of_model and not self._of_gradients(other) and all(one is not old for old, _ in self._kept):
+                self._kept.append((one, place_of_call() or ""))
 
     def _follow_gradients(
         self, func: Callable[..., Any], given: Sequence[Any], named: Mapping[str, Any], made: Any, caller: str
@@ -194,8 +224,8 @@ class ScriptMode(TorchFunctionMode):
                 self.numbers.append(ReadNumber(float(tensors[0].item()), place_of_call(), of_ranks))
             return
         for one in made if isinstance(made, tuple | list) else (made,):
-            if isinstance(one, Tensor) and not one.requires_grad:
-                setattr(one, _OF_MODEL, True)  # torch swaps no tensor that something refers to weakly
+            if isinstance(one, Tensor) and not one.requires_grad and not hasattr(one, _OF_MODEL):
+                setattr(one, _OF_MODEL, self._steps)  # torch swaps no tensor that something refers to weakly
 
 
 def _values(given: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
@@ -205,7 +235,10 @@ def _values(given: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
 
 def _storage(tensor: Tensor) -> int:
     """Return where a tensor lies in memory: what `to_local`, `detach` and views return lies there too."""
-    return 0 if tensor.is_meta else local_value(tensor).untyped_storage().data_ptr()
+    try:
+        return 0 if tensor.is_meta else local_value(tensor).untyped_storage().data_ptr()
+    except RuntimeError:  # what only wraps others, as quantised states of optimizers do, lies nowhere itself
+        return 0
 
 
 def _meets_data(given: Sequence[Any], named: Mapping[str, Any]) -> bool:

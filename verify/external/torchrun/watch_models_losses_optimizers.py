@@ -110,6 +110,8 @@ class ScriptWatch:
         """Return what was seen."""
         self._settle()
         state = self._state
+        if (note := self._mode.note_of_kept(one.tensor for one in state.tensors())) is not None:
+            self.tell(note)
         dtypes = [state.start[name].dtype for name, held in state.held.items() if held.kind == "parameter"]
         dtype = max(set(dtypes), key=lambda d: (dtypes.count(d), str(d))) if dtypes else torch.get_default_dtype()
         return ScriptRecord(
