@@ -314,10 +314,16 @@ def _backward(program: ExternalProgram, step_of: Any, model: nn.Module, batch: B
     _put_buffers(model, first)
     if not means:
         message = f"the loss of {program.name} depends on no parameter of the plain model that is trained"
-        raise NnscalerError("no_gradient", message, program.where)
+        raise NnscalerError("no_gradient", message, program.where, help=_ONLY_INFERS)
     for parameter, gradient in means.items():
         parameter.grad = gradient
     return torch.stack(losses).mean(0)
+
+
+_ONLY_INFERS = (
+    "a program that only infers is compared by a number that is made of its output: let `step` return "
+    "`output.square().mean()`, say, and run the model outside of `no_grad` and `inference_mode`"
+)
 
 
 def finish_backward(loss: Any, parameters: Iterable[Tensor]) -> None:

@@ -28,7 +28,7 @@ from verify.external.parameter_mapping import StateMap, moved_names
 from verify.external.program import Batch, ExternalProgram
 from verify.external.ranks.attention_and_float64_of_torch import exact_throughout, register_attention
 from verify.external.ranks.run_ranks_here_or_in_child import RankRun, RanksFailed
-from verify.external.reference import RAISES, check_rows, copied, initial_model, run_reference
+from verify.external.reference import RAISES, check_rows, copied, finish_backward, initial_model, run_reference
 from verify.external.shards_made_anew import GUESSED
 from verify.external.torchrun.cuda_on_cpu import WITHOUT_GPU, OnCpu, asks_for_gpu, cuda_is_the_cpu
 from verify.results.finding import Finding
@@ -124,18 +124,28 @@ def verify_and_name(
 
 
 def _of_float64(program: ExternalProgram, model: nn.Module, batch: Batch, error: NnscalerError) -> NnscalerError | None:
-    """Return the error of a plain model that raises in float64 alone, as where it asserts a dtype; None of another."""
+    """Return the error of a plain model that raises in float64 alone, as where it asserts a dtype, or in its second
+    step, as where it keeps a part of the first; None of another."""
     if error.code != "model_raised" or not error.message.startswith(RAISES):
         return None
-    try:
-        with OnCpu():
-            (program.reference_step or program.step)(copied_with_hooks(model), map_tensors(batch, torch.Tensor.clone))
-    except Exception:  # noqa: BLE001 - whatever it raises, it raises as well
-        return None
-    message = f"the plain model runs in its own dtypes, and raises in float64{error.message.removeprefix(RAISES)}"
-    return NnscalerError(error.code, message, error.where, _IN_FLOAT64)
+    own, step, what = copied_with_hooks(model), program.reference_step or program.step, error.message[len(RAISES) :]
+    for number in range(2):
+        try:
+            with OnCpu():
+                finish_backward(step(own, map_tensors(batch, torch.Tensor.clone)), list(own.parameters()))
+        except Exception:  # noqa: BLE001 - whatever it raises, it raises as well
+            message = f"the plain model makes a step on `batch()`, and raises in the next one{what}"
+            return NnscalerError(error.code, message, error.where, _IN_SECOND) if number else None
+        own.zero_grad()
+    return NnscalerError(
+        error.code, f"the plain model runs in its own dtypes, and raises in float64{what}", error.where, _IN_FLOAT64
+    )
 
 
+_IN_SECOND = (
+    "what it keeps of a step for later ones, such as a cache of keys and values, belongs to the graph of that step: "
+    "let it keep `tensor.detach()`, or make it anew in `step` of the check file"
+)
 _IN_FLOAT64 = (
     "whatever --dtype says, the program is compared with the plain model in float64: let this line compare a dtype "
     "with that of a parameter (`x.dtype == self.weight.dtype`), or leave it out in `model()` of the check file"

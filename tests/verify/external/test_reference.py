@@ -255,3 +255,32 @@ def test_an_update_that_is_no_number_decides_nothing() -> None:
     with pytest.raises(NnscalerError, match=r"the updated idle of the plain model .* is not finite in step 0") as error:
         _verified(Idle, optimizer=lambda made: torch.optim.Adam(made.parameters(), lr=0.01, eps=0.0))
     assert error.value.code == "reference_not_finite"
+
+
+class WithCache(programs.Net):
+    """What it has computed of the first rows takes part in the loss of all later ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache: Tensor | None = None
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = super().forward(x, y)
+        before, self.cache = self.cache, loss
+        return loss if before is None else loss + before
+
+
+def test_a_graph_that_the_plain_model_keeps_is_told_with_the_way_out() -> None:
+    with pytest.raises(NnscalerError, match="and raises in the next one: RuntimeError") as told:
+        verify_program(program(programs.replicated, model=WithCache, dp=2), ExternalSettings(steps=2, isolate=False))
+    assert "`tensor.detach()`" in str(told.value.help)
+
+
+def test_a_step_without_a_gradient_is_told_with_the_way_out() -> None:
+    def inferred(model: Any, batch: Any) -> Tensor:
+        with torch.no_grad():
+            return torch.as_tensor(model(*batch))
+
+    with pytest.raises(NnscalerError, match="depends on no parameter") as told:
+        verify_program(replace(program(programs.replicated, dp=2), step=inferred), ONE_STEP)
+    assert "`output.square().mean()`" in str(told.value.help)

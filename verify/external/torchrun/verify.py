@@ -55,7 +55,8 @@ _CHECK_FILE = (
 )
 _NO_STEPS = (
     "steps of a `torch.optim.Optimizer` are watched: let the script make one before it ends, derive an optimizer of "
-    "its own from that class, or write a check file: docs/verify-external.md"
+    "its own from that class, or write a check file, for a program that only infers one whose `step` returns a number "
+    "that is made of its output: docs/verify-external.md"
 )
 _MORE = 4  # steps
 _UNEQUAL_STEPS = (
