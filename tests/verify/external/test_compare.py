@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from tests.verify.external import programs
 from tests.verify.external.programs import program
 from verify.external.comparison.compare import LATE
+from verify.external.comparison.comparison_records import ComparisonResult, Difference
 from verify.external.differential_run import ExternalSettings
 from verify.external.verify import verify_program
 from verify.results.verdict import Verdict
@@ -309,3 +310,9 @@ def test_a_gradient_that_is_wrong_says_nothing_of_losses_that_add_up() -> None:
     (finding,) = report.findings
     assert finding.code == "gradient_differs" and finding.counter_example["cause"] == "missing_reduction", report
     assert "up.weight" in finding.message and next(c for c in report.checks if c.name == "losses").verdict.passes
+
+
+def test_a_tensor_that_differs_in_two_ways_is_one_that_disagrees() -> None:
+    twice = tuple(Difference(code, "w", 0, 0, Verdict.REFUTED) for code in ("replicas_differ", "parameter_not_held"))
+    check = ComparisonResult("parameters are held", 1, twice).check(Verdict.TESTED_EXACT)
+    assert (check.count, check.refuted) == (1, 1)
