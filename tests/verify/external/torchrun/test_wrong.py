@@ -52,7 +52,7 @@ from verify.results.verdict import Verdict
         pytest.param(
             "sent_stages.py --limit 99 --broken norm", 2, "gradient_differs", "scaled", marks=pytest.mark.long
         ),
-        ("renumbered_stages.py --broken norm", 2, "gradient_differs", "scaled"),
+        pytest.param("renumbered_stages.py --broken norm", 2, "gradient_differs", "scaled", marks=pytest.mark.long),
         pytest.param(
             "renumbered_stages.py --sharded --broken norm", 4, "gradient_differs", "scaled", marks=pytest.mark.long
         ),
