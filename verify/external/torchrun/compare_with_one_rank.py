@@ -177,7 +177,8 @@ def judge(runner: ScriptRunner, records: Sequence[ScriptRecord], layout: Layout,
         if judged.passes and any(record.dropped for record in records):
             checks, found = _with_dropout(runner, chosen.run, layout)
             judged = replace(judged, checks=judged.checks + checks, findings=judged.findings + found)
-        return judged if runner.parts else _with_assumption(judged, made)
+        meant = runner.parts and not chosen.material.summed  # a sum may be a loss that is scaled too often
+        return judged if meant else _with_assumption(judged, made)
     tried = Tried(chosen.way, chosen.numbers, bool(firm), tuple(reasons), coupled)
     differences = [difference for result in chosen.compared for difference in result.differences]
     return _judged(chosen, tuple(reasons), doubt_of(tried, differences, records, layout), unseen, ())
@@ -325,6 +326,7 @@ def _judged(
 
 
 _SHARE = 0.02  # how far what is taken for a part's share may be from it, for rounding
+_SUMMED = "let a SyncBatchNorm see the rows of all ranks; where each is to see its own, write a check file"
 _PARTS = "where that mean is meant: --reference parts"
 
 
@@ -352,13 +354,14 @@ def _with_assumption(judged: Judged, made: Sequence[Attempt]) -> Judged:
             )
     else:
         message += f"the script could not be run on one rank with the rows of all: {why_not_whole(judged.reasons)}"
+    help = _SUMMED if judged.attempt.material.summed else _PARTS
     check = Check(
         "whole batches", Verdict.INCONCLUSIVE, 1, 0, detail=f"the {kind} over data parts is assumed to be right"
     )
     return replace(
         judged,
         checks=(*judged.checks, check),
-        findings=(*judged.findings, Finding("not_compared", message, cause=cause, help=_PARTS)),
+        findings=(*judged.findings, Finding("not_compared", message, cause=cause, help=help)),
     )
 
 
