@@ -192,8 +192,12 @@ def _product_of(node: Any, arrived: Received, hanging: Sequence[bool]) -> _Produ
     if x.layout != torch.strided:
         return None
     turned = node._saved_mat2_sym_strides == (1, node._saved_mat2_sym_sizes[0])
-    bias = GradientEdge(*edges[0]) if added and hanging[0] else None
-    return _Product(x.detach(), gradient, turned, GradientEdge(*edges[-1]), bias)
+    matrix, bias = (
+        # autograd alone owns a node that is written in Python: it is there as long as this one, which leads to it
+        GradientEdge(n, output, node if isinstance(n, BackwardCFunction) else None)
+        for n, output in (edges[-1], edges[0])
+    )
+    return _Product(x.detach(), gradient, turned, matrix, bias if added and hanging[0] else None)
 
 
 def _end_of(node: Any) -> tuple[Tensor, bool] | None:
