@@ -80,8 +80,9 @@ class _Product:
         with torch.no_grad():
             found: list[Root] = [(self.matrix, arrived.t().mm(x).t() if self.turned else x.t().mm(arrived))]
             if self.bias is not None:
-                shape = self.bias.node._input_metadata[self.bias.output_nr].shape
-                found.append((self.bias, arrived.sum_to_size(shape)))
+                shape = torch.Size(self.bias.node._input_metadata[self.bias.output_nr].shape)
+                # Not what arrived itself: other parameters may get it, too, and each adds to its own.
+                found.append((self.bias, arrived.clone() if arrived.shape == shape else arrived.sum_to_size(shape)))
         return found
 
 
@@ -106,7 +107,8 @@ class _Group:
         if not begin:
             return
         ends = [_end_of(edge.node) for edge, _ in begin]
-        if {id(leaf) for leaf, _ in filter(None, ends)} >= {*map(id, self.leaves)} and len(ends) == len(self.leaves):
+        reached = {id(leaf) for leaf, _ in filter(None, ends)}
+        if not self.roots and reached >= {*map(id, self.leaves)} and len(ends) == len(self.leaves):
             # nothing but additions; a run of autograd's engine takes half as long again as the products
             for (_, gradient), (leaf, turned) in zip(begin, filter(None, ends), strict=True):
                 _accumulate(leaf, gradient.t() if turned else gradient)

@@ -34,6 +34,7 @@ class Store(Protocol):
     def set(self, key: str, value: str) -> object: ...
     def get(self, key: str) -> bytes: ...
     def check(self, keys: list[str]) -> bool: ...
+    def add(self, key: str, amount: int) -> int: ...
 
 
 class LongWaits:
@@ -54,6 +55,8 @@ class LongWaits:
     ) -> None:
         self._rank, self._after, self._unlike = rank, after, unlike
         self._write, self._store = write or _to_standard_error, store
+        # What a rank has said stays in the store, and a communicator that is made later counts its calls anew.
+        self._own = 0 if store is None else store.add(f"communicators of {rank}", 1)
         self._thread = threading.get_ident()
         self._waiting: tuple[float, object] | None = None  # since when, for what
         self._made: Counter[tuple[int, ...]] = Counter()  # collectives by group that were waited for at once
@@ -99,9 +102,9 @@ class LongWaits:
         others = [r for r in call.ranks if r != self._rank] if self._rank == min(call.ranks) else []
         found: list[tuple[int, Any]] = []
         try:
-            self._store.set(f"waits {self._rank}", json.dumps([list(call.ranks), number, agreed, where]))
-            waiting = [other for other in others if self._store.check([f"waits {other}"])]
-            found += [(other, json.loads(self._store.get(f"waits {other}"))) for other in waiting]
+            self._store.set(self._key(self._rank), json.dumps([list(call.ranks), number, agreed, where]))
+            waiting = [other for other in others if self._store.check([self._key(other)])]
+            found += [(other, json.loads(self._store.get(self._key(other)))) for other in waiting]
         except RuntimeError:  # of a store that has gone with its process
             self._store = None
         for other, (ranks, its_number, its_agreed, its_where) in found:
@@ -109,6 +112,9 @@ class LongWaits:
                 here = f"rank {self._rank} in {where}; rank {other} in {its_where}"
                 return f"ranks {self._rank} and {other} wait for each other in unlike calls, for ever: {here}"
         return None
+
+    def _key(self, rank: int) -> str:
+        return f"waits {self._own} {rank}"
 
 
 def _is_met(call: object) -> TypeGuard[CommunicationCall]:

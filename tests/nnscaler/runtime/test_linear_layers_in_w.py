@@ -94,3 +94,28 @@ def test_what_a_matrix_is_made_of_gets_the_bits_of_autograd() -> None:
                 for one, two in zip(found, wanted, strict=True):
                     assert (one is None) == (two is None) and (one is None or torch.equal(one, two)), name
             wanted = found
+
+
+def test_each_parameter_has_a_gradient_of_its_own() -> None:
+    """Of biases as large as the rows, to which the same gradient arrives, and of a parameter that is given out."""
+    torch.manual_seed(0)
+    weight, other, one, two, out = (nn.Parameter(torch.randn(8, 8)) for _ in range(5))
+    parameters, given = [weight, other, one, two, out], torch.randn(8, 8)
+    wanted: list[Tensor | None] = []
+    for halves in (False, True):
+        for p in parameters:
+            p.grad = None
+        for _ in range(2):
+            split, x, gradient = SplitBackward(parameters), torch.ones(8, 8).requires_grad_(), given.clone()
+            with split.recording() if halves else contextlib.nullcontext():
+                y = torch.addmm(one, x, weight) + torch.addmm(two, x, other)
+            if halves:
+                split.inputs([(get_gradient_edge(t), gradient) for t in (y, out)], [x])
+                split.weights()
+            else:
+                torch.autograd.backward((y, out), (gradient, gradient))
+            assert torch.equal(gradient, given)
+        found = [p.grad for p in parameters]
+        assert not wanted or all(map(torch.equal, cast(list[Tensor], found), cast(list[Tensor], wanted)))
+        wanted = found
+    assert len({p.grad.data_ptr() for p in parameters if p.grad is not None}) == 5

@@ -66,6 +66,10 @@ class Shared(dict[str, bytes]):
     def check(self, keys: list[str]) -> bool:
         return all(key in self for key in keys)
 
+    def add(self, key: str, amount: int) -> int:
+        self[key] = str(int(self.setdefault(key, b"0")) + amount).encode()
+        return int(self[key])
+
 
 @pytest.mark.parametrize("kind", ["all_gather", "all_reduce"])
 def test_ranks_that_wait_in_unlike_calls_are_told_soon(kind: str) -> None:
@@ -87,3 +91,17 @@ def test_ranks_that_wait_in_unlike_calls_are_told_soon(kind: str) -> None:
     unlike = "ranks 0 and 1 wait for each other in unlike calls, for ever: rank 0 in all_gather over ranks (0, 1)"
     assert [text.partition(", called by")[0] for text in told] == ([] if kind == "all_gather" else [unlike])
     assert all("rank 1 in all_reduce over ranks (0, 1), called by" in text for text in told)
+
+
+def test_what_was_said_through_another_communicator_counts_for_nothing() -> None:
+    """Rank 1 has waited in the first call of one, and computes before the first of the next."""
+    told: list[str] = []
+    shared = Shared()
+    for kind, ranks in (("all_reduce", (0, 1)), ("all_gather", (0,))):
+        made = [LongWaits(rank, write=told.append, store=shared, unlike=0.1) for rank in (0, 1)]
+        lane = Lane("waits")
+        for rank in reversed(ranks):
+            communicator = TorchCommunicator(rank, 2, torch.device("cpu"), made[rank])
+            with communicator._inside(CommunicationCall(kind, (0, 1))):
+                lane.run(partial(time.sleep, 0.25)).wait()
+    assert not told
