@@ -277,7 +277,6 @@ class Trainer:
         written = validates and not self._validated and self._save(request=ending or self._interrupted, ended=False)
         if validates:
             self._validate()
-            self._validated = True
         done = self._save(request=written or ending or self._stopping or self._interrupted)
         if validates and not done and self.checkpoints is not None:
             self.checkpoints.score(None)  # it is that of other parameters than the next one has
@@ -359,6 +358,7 @@ class Trainer:
         report = ValidationReport(self.step, self.validation_loss, count, time.perf_counter() - begin)
         for logger in self._loggers:
             logger.validation(report)
+        self._validated = True
         self._call("on_validation")
 
     def _save(self, *, request: bool, ended: bool = True) -> bool:

@@ -260,7 +260,7 @@ def test_an_interruption_changes_no_schedule_that_counts_validations(tmp_path: P
     assert [*first.of_next, *rates("parts", steps=12)] == whole and len(set(whole)) > 1
 
 
-def test_a_validation_that_raises_loses_no_step(tmp_path: Path) -> None:
+def test_a_validation_that_raises_loses_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run that goes on makes it, and is the one that nothing stopped."""
 
     def run(folder: str, **more: Any) -> tuple[Trainer, list[float]]:
@@ -281,7 +281,11 @@ def test_a_validation_that_raises_loses_no_step(tmp_path: Path) -> None:
     assert Checkpoints(tmp_path / "parts").steps() == [2]
     at: list[tuple[int, str]] = []
     told = {point: [lambda t, p=point: at.append((t.step, p))] for point in ("on_validation", "on_checkpoint")}
+    written: list[int] = []
+    write = Checkpoints._write
+    monkeypatch.setattr(Checkpoints, "_write", lambda own, *parts: (written.append(own._saving.step), write(own, *parts)))
     parts, rest = run("parts", **told)
+    assert written == [2, 4, 6, 8]  # each once
     both = ("on_validation", "on_checkpoint")
     assert at == [(step, point) for step in (2, 4, 6, 8) for point in both]
     assert rest == rates[2:] and len({*rates}) > 1
