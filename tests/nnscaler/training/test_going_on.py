@@ -283,7 +283,9 @@ def test_a_validation_that_raises_loses_no_step(tmp_path: Path, monkeypatch: pyt
     told = {point: [lambda t, p=point: at.append((t.step, p))] for point in ("on_validation", "on_checkpoint")}
     written: list[int] = []
     write = Checkpoints._write
-    monkeypatch.setattr(Checkpoints, "_write", lambda own, *parts: (written.append(own._saving.step), write(own, *parts)))
+    monkeypatch.setattr(
+        Checkpoints, "_write", lambda own, *parts: (written.append(own._saving.step), write(own, *parts))
+    )
     parts, rest = run("parts", **told)
     assert written == [2, 4, 6, 8]  # each once
     both = ("on_validation", "on_checkpoint")
