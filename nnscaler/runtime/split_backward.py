@@ -99,8 +99,8 @@ class _Group:
     roots: list[Root] = field(default_factory=list)
     starts: list[_Again | _Product] = field(default_factory=list)
 
-    def run(self) -> None:
-        """Add the gradients to those of the parameters."""
+    def run(self, hooked: bool) -> None:
+        """Add the gradients to those of the parameters. `hooked`: what leads to these may have hooks."""
         if not self.leaves:
             return
         begin = [*self.roots, *(root for start in self.starts for root in start.roots())]
@@ -108,7 +108,8 @@ class _Group:
             return
         ends = [_end_of(edge.node) for edge, _ in begin]
         reached = {id(leaf) for leaf, _ in filter(None, ends)}
-        if not self.roots and reached >= {*map(id, self.leaves)} and len(ends) == len(self.leaves):
+        plain = not self.roots and not (hooked and any(turned for _, turned in filter(None, ends)))
+        if plain and reached >= {*map(id, self.leaves)} and len(ends) == len(self.leaves):
             # nothing but additions; a run of autograd's engine takes half as long again as the products
             for (_, gradient), (leaf, turned) in zip(begin, filter(None, ends), strict=True):
                 _accumulate(leaf, gradient.t() if turned else gradient)
@@ -123,10 +124,17 @@ class SplitBackward:
     `received`: the leaves that I computes the gradients of; `parameters`: all others. Both get them in `.grad`.
     `reads`: gathers parameters again that forward has gathered; what I gathers, and W reads too, stays until then.
     `once`: False keeps all saved values until W, as what is compiled needs: torch's checkpoint reads them in each half.
+    `hooked`: whether values of the forward have hooks, as where each is observed; parameters may have some anyway.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], reads: ParameterReads | None = None, once: bool = True) -> None:
-        self._parameters = parameters
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        reads: ParameterReads | None = None,
+        once: bool = True,
+        hooked: bool = False,
+    ) -> None:
+        self._parameters, self._hooked = parameters, hooked
         self._saved = SavedValues(reads, once)
         self._later: list[_Group] = []
 
@@ -163,7 +171,7 @@ class SplitBackward:
     def weights(self) -> None:
         """Compute the gradients of the parameters that are still to come: W."""
         while self._later:
-            self._later.pop(0).run()  # which lets go of its part of the graph
+            self._later.pop(0).run(self._hooked)  # which lets go of its part of the graph
 
     def _keep(self, group: _Group, node: Node, hanging: Sequence[bool]) -> Callable[[Any], None]:
         """Return a hook that keeps what W needs of a start, from what arrives there. `hanging`: by input, whether its

@@ -307,6 +307,11 @@ class Stage:
             for size in shape
         )
 
+    @property
+    def observed(self) -> bool:
+        """Whether its values are handed to an observer."""
+        return self._observer is not None
+
     def _observe(self, name: str, value: Any) -> None:
         """Hand a value to the observer, after each assignment in a program that was loaded for observation."""
         if self._observer is not None and isinstance(value, Tensor):

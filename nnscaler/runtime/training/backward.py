@@ -78,7 +78,8 @@ class BackwardPasses:
         if forward not in self._in_halves:
             return _whole(reads)
         is_compiled = "forward" in vars(stage)
-        split = SplitBackward([getattr(stage, name) for name in stage.parameters], reads, once=not is_compiled)
+        parameters = [getattr(stage, name) for name in stage.parameters]
+        split = SplitBackward(parameters, reads, once=not is_compiled, hooked=stage.observed)
         self._split[forward] = split
         return split.recording()
 

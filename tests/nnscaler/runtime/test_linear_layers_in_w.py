@@ -119,3 +119,18 @@ def test_each_parameter_has_a_gradient_of_its_own() -> None:
         assert not wanted or all(map(torch.equal, cast(list[Tensor], found), cast(list[Tensor], wanted)))
         wanted = found
     assert len({p.grad.data_ptr() for p in parameters if p.grad is not None}) == 5
+
+
+def test_hooks_of_a_transposed_matrix_see_its_gradient() -> None:
+    """As those of a program whose values are observed."""
+    weight, x, seen = nn.Parameter(torch.randn(8, 4)), torch.ones(3, 4).requires_grad_(), list[Tensor]()
+    split = SplitBackward([weight], hooked=True)
+    with split.recording():
+        matrix = weight.t()
+        matrix.register_hook(seen.append)
+        y = x @ matrix
+    split.inputs([(get_gradient_edge(y), torch.ones_like(y))], [x])
+    assert not seen
+    split.weights()
+    (gradient,) = seen
+    assert weight.grad is not None and torch.equal(gradient.t(), weight.grad)
