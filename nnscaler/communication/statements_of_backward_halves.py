@@ -105,7 +105,7 @@ def statement_halves(graph: Graph, program: StageProgram) -> tuple[StatementHalv
 
 def _matrix(graph: Graph, statement: Compute, trunk: Collection[Version]) -> Version | None:
     """Return the matrix of a product of which the rows are on the trunk, and the matrix is not."""
-    if statement.operation.operator not in _PRODUCTS:
+    if statement.operation.operator not in _PRODUCTS or statement.operation.kwargs:  # `alpha` and `beta` of addmm
         return None
     rows, matrix = (statement.inputs[slot] for slot in _PRODUCTS[statement.operation.operator])
     dims = [len(graph.tensors[version.tensor].shape) for version in (rows, matrix)]
