@@ -159,9 +159,18 @@ def test_right_backwards_beyond_the_numbers_in_their_code(function: Function, ar
         assert not findings and all(c.verdict.passes for c in checks), (seed, findings)
 
 
+OVERFLOWING = with_backward(F.softplus, lambda g, y, x: (g * x.exp() / (1 + x.exp()),))
+BESIDE_A_DECAY = with_backward(  # the first column is excused: autograd has no number there either
+    lambda x: torch.cat([(-x[:, :1].exp()).exp(), F.softplus(x[:, 1:])], 1),
+    lambda g, y, x: (
+        torch.cat([-g[:, :1] * y[:, :1] * x[:, :1].exp(), g[:, 1:] * x[:, 1:].exp() / (1 + x[:, 1:].exp())], 1),
+    ),
+)
+
+
 @pytest.mark.long
-def test_a_backward_that_overflows_where_its_forward_has_a_derivative() -> None:
-    wrong = with_backward(F.softplus, lambda g, y, x: (g * x.exp() / (1 + x.exp()),))
+@pytest.mark.parametrize("wrong", [OVERFLOWING, BESIDE_A_DECAY], ids=["alone", "beside a decay of a decay"])
+def test_a_backward_that_overflows_where_its_forward_has_a_derivative(wrong: Function) -> None:
     found = finding(wrong, normal(6, 5)).counter_example
     assert found is not None and found["values"].startswith("about 1000") and found["found"].startswith("nan")
 

@@ -118,12 +118,12 @@ def through_forward(
 
 def as_undefined_as_forward(function: Callable[..., Any], concrete: ConcreteCall, found: Sequence[Handwritten]) -> bool:
     """Return whether gradients that are not finite are so by arithmetic alone: autograd through the forwards of all
-    Functions on these inputs gives none for each argument for which their backwards give none."""
+    Functions on these inputs gives none for each element for which their backwards give none."""
     classes = tuple(h.function_class for h in found if h.function_class is not None)
     if len(classes) < len(found):
         return False
     seen = False
-    for cls, args in _recorded(function, concrete, classes):
+    for cls, args in _recorded(function, concrete, classes, None):
         call = make_call("", args, {})
         wanted = [i for i, t in enumerate(call.tensors) if t.is_floating_point() or t.is_complex()]
         point = make_point(make_run(cls.apply, call.call), call.tensors, wanted, None)
@@ -133,7 +133,7 @@ def as_undefined_as_forward(function: Callable[..., Any], concrete: ConcreteCall
         for own, other in zip(point.gradients, through, strict=True):
             if own is not None and not own.isfinite().all():
                 seen = True
-                if other is None or other.isfinite().all():
+                if other is None or (other.isfinite() & ~own.isfinite()).any():
                     return False
     return seen
 
@@ -155,9 +155,12 @@ class _Context:
 
 
 def _recorded(
-    function: Callable[..., Any], concrete: ConcreteCall, classes: Sequence[FunctionClass]
+    function: Callable[..., Any],
+    concrete: ConcreteCall,
+    classes: Sequence[FunctionClass],
+    most: int | None = CALLS,
 ) -> list[tuple[FunctionClass, tuple[Any, ...]]]:
-    """Return the arguments of the Functions' calls while the operator runs once."""
+    """Return the arguments of the Functions' calls, the first ones at `most`, while the operator runs once."""
     calls: list[tuple[FunctionClass, tuple[Any, ...]]] = []
     leaves = [
         t.clone().requires_grad_() if t.is_floating_point() or t.is_complex() else t.clone() for t in concrete.tensors
@@ -167,7 +170,7 @@ def _recorded(
         for cls in classes:
             stack.enter_context(_recording(cls, calls))
         function(*args, **kwargs)
-    return calls[:CALLS]
+    return calls[:most]
 
 
 @contextlib.contextmanager
