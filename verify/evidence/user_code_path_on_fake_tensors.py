@@ -7,7 +7,9 @@ read; what is proved then is not what runs.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -26,7 +28,7 @@ from verify.evidence.operator_trace import quiet
 from verify.evidence.oracle.run_whole_operator import WholeRun, as_leaves, gradients_of
 
 users = cache(is_users)
-Places = frozenset[tuple[CodeType, int]]
+Places = Mapping[tuple[CodeType, int], int]  # how often each is run
 
 
 @contextmanager
@@ -41,11 +43,13 @@ def followed(note: Callable[[FrameType], object]) -> Iterator[None]:
             note(frame)
         return follow
 
-    before = sys.gettrace()
+    before, of_threads = sys.gettrace(), threading.gettrace()
     sys.settrace(follow)
+    threading.settrace(follow)  # of those that the code starts
     try:
         yield
     finally:
+        threading.settrace(of_threads)  # type: ignore[arg-type]  # None takes it away
         sys.settrace(before)
 
 
@@ -53,7 +57,7 @@ def places_on_values(function: Callable[..., Any], whole: WholeRun) -> Places:
     """Return the places of a user's code, forward and backward, that a run on the whole operator's tensors comes to."""
     with places_seen() as found, suppress(Exception):
         _run(function, whole.concrete, lambda t: t, whole.without_gradient)
-    return frozenset(found)
+    return found
 
 
 def other_way_on_fake_tensors(function: Callable[..., Any], whole: WholeRun, real: Places) -> str:
@@ -65,19 +69,19 @@ def other_way_on_fake_tensors(function: Callable[..., Any], whole: WholeRun, rea
         with places_seen() as fake, suppress(Exception):
             _run(function, whole.concrete, mode.from_tensor, whole.without_gradient)
             ended = True
-    return where_ways_part(frozenset(fake), real if ended else frozenset(), real, "the fake tensors of a trace")
+    return where_ways_part(fake, real if ended else {}, real, "the fake tensors of a trace")
 
 
 def where_ways_part(these: Places, wanted: Places, others: Places, what: str) -> str:
-    """Return the first place that runs on `what` and not on tensors with values (the places `others`), or the first of
-    the `wanted` ones that does not run on it; empty where there is none.
+    """Return the first place that runs more often on `what` than on tensors with values (the places `others`), or the
+    first of the `wanted` ones that runs less often on it; empty where there is none.
 
-    A function that only one of the runs calls says nothing: what it gave may be kept from before.
+    A function that only the run on values calls says nothing: that was the first, and what it gave may be kept.
     """
-    if place := _first_of(these, others):
-        return f"{place} runs on {what}, and not on tensors with values"
+    if place := _first_of(these, others, {code for code, _ in these}):
+        return f"{place} runs more often on {what} than on tensors with values"
     if place := _first_of(wanted, these):
-        return f"{place} runs on tensors with values, and not on {what}"
+        return f"{place} runs more often on tensors with values than on {what}"
     return ""
 
 
@@ -104,18 +108,19 @@ def _forward(function: Callable[..., Any], concrete: ConcreteCall, tensors: Sequ
         function(*args, **kwargs)
 
 
-def _first_of(these: Places, others: Places) -> str:
-    """Return the first place that only these have, of functions that both have."""
-    seen = {code for code, _ in others}
-    found = sorted((code.co_firstlineno, at, code) for code, at in these - others if code in seen)
+def _first_of(these: Places, others: Places, functions: Collection[CodeType] | None = None) -> str:
+    """Return the first place that these have more often, of these functions, or else of those that both have."""
+    seen = {code for code, _ in others} if functions is None else functions
+    more = (place for place, count in these.items() if count > others.get(place, 0))
+    found = sorted(((code.co_firstlineno, at, code) for code, at in more if code in seen), key=lambda f: f[:2])
     return line_of(found[0][2], found[0][1]) if found else ""
 
 
 @contextmanager
-def places_seen() -> Iterator[set[tuple[CodeType, int]]]:
-    """While open, add to the set that is given the places of a user's code that are run."""
-    found: set[tuple[CodeType, int]] = set()
-    with followed(lambda frame: found.add((frame.f_code, frame.f_lasti))):
+def places_seen() -> Iterator[Counter[tuple[CodeType, int]]]:
+    """While open, count the places of a user's code that are run: one helper may be called for several numbers."""
+    found: Counter[tuple[CodeType, int]] = Counter()
+    with followed(lambda frame: found.update(((frame.f_code, frame.f_lasti),))):
         yield found
 
 
@@ -123,7 +128,7 @@ def _places(run: Callable[[], object]) -> Places:
     """Return the places of a user's code that a run comes to, up to where it raises."""
     with places_seen() as found, suppress(Exception):
         run()
-    return frozenset(found)
+    return found
 
 
 def _run(

@@ -3,6 +3,7 @@ where symbols are seen to be no numbers, and where the operator itself is wrong 
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -62,7 +63,38 @@ def by_text_of_shape(x: Tensor) -> Tensor:
     return x.flip(0) if f"{x.shape}".count("3") > 2 else x * 1.0
 
 
-@pytest.mark.parametrize("function", every(2, [by_kind_of_number, by_text_of_size, by_text_of_shape]))
+def _doubled_beyond(rows: object) -> float:
+    return 2.0 if isinstance(rows, int) and rows**3 > 10**9 else 1.0
+
+
+def by_kind_in_a_helper(x: Tensor) -> Tensor:
+    """Each line of the helper is run for numbers, too."""
+    return x * _doubled_beyond(x.shape[0]) * _doubled_beyond(2.5) * _doubled_beyond(3) * _doubled_beyond(4000)
+
+
+_OF_KINDS = {int: _doubled_beyond}
+
+
+def by_table_of_kinds(x: Tensor) -> Tensor:
+    return x * _OF_KINDS.get(type(x.shape[0]), lambda rows: 1.0)(x.shape[0])
+
+
+def by_what_numbers_have(x: Tensor) -> Tensor:
+    return x * (2.0 if getattr(x.shape[0], "real", 0) ** 3 > 10**9 else 1.0)
+
+
+def by_kind_in_a_thread(x: Tensor) -> Tensor:
+    with ThreadPoolExecutor(1) as pool:
+        return x * pool.submit(lambda: _doubled_beyond(x.shape[0])).result()
+
+
+SEEING_SYMBOLS = [
+    by_kind_in_a_helper, by_kind_of_number, by_table_of_kinds, by_text_of_size, by_what_numbers_have, by_text_of_shape,
+    by_kind_in_a_thread,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("function", every(4, SEEING_SYMBOLS))
 def test_code_that_sees_that_sizes_are_symbols_is_not_proved_for_all_sizes(function: Any) -> None:
     assert verified(function).verdict is not Verdict.PROVED_ALL_SIZES
 

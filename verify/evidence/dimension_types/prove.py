@@ -238,7 +238,7 @@ class _Prover:
             return record(function, made, seconds)
         with places_seen() as seen, sizes_shown_as_numbers():
             trace = record(function, made, seconds)
-        parted = where_ways_part(frozenset(seen), self.way, self.way, "sizes that are symbols")
+        parted = where_ways_part(seen, self.way, self.way, "sizes that are symbols")
         if parted:
             raise NotTraceable(parted)
         return trace

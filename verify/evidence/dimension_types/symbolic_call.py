@@ -69,10 +69,11 @@ def _is_asked_from_outside() -> bool:
 @contextmanager
 def sizes_shown_as_numbers() -> Iterator[None]:
     """While open, code outside torch that makes text of a symbol gets that of its number, and asks for it: text is cut
-    and compared without a word to the symbol."""
+    and compared without a word to the symbol. So does code that reads what only numbers have, as `n.real`."""
     with ExitStack() as stack:
         for kind, number in ((torch.SymInt, int), (torch.SymFloat, float), (torch.SymBool, bool)):
             stack.enter_context(patch.object(kind, "__repr__", _shown_as(kind.__repr__, number)))
+            stack.enter_context(patch.object(kind, "__getattr__", _read_of(number), create=True))
         yield
 
 
@@ -82,6 +83,16 @@ def _shown_as(within_torch: Callable[[Any], str], number: Callable[[Any], object
         return within_torch(value) if asking.startswith(_TORCH) else repr(number(value))
 
     return shown
+
+
+def _read_of(number: Callable[[Any], object]) -> Callable[[Any, str], Any]:
+    def read(value: Any, name: str) -> Any:
+        asking = sys._getframe(1).f_code.co_filename
+        if asking.startswith(_TORCH) or not hasattr(number, name):
+            raise AttributeError(f"{type(value).__name__!r} object has no attribute {name!r}", name=name, obj=value)
+        return getattr(number(value), name)
+
+    return read
 
 
 # Arguments that list the last sizes of the first tensor.
