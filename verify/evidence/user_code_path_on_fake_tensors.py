@@ -49,7 +49,7 @@ def followed(note: Callable[[FrameType], object]) -> Iterator[None]:
     try:
         yield
     finally:
-        threading.settrace(of_threads)  # type: ignore[arg-type]  # None takes it away
+        threading.settrace(of_threads)
         sys.settrace(before)
 
 
