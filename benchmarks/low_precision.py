@@ -32,8 +32,8 @@ from nnscaler.runtime.program.import_role_and_user_files import load_role, load_
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.executor_settings import ExecutorSettings
 from nnscaler.tracing.sample_inputs import SampleInputs, flatten_inputs
+from verify.programs.checks.assemble_logical_tensors import by_rank, holdings_of, put_together
 from verify.programs.checks.input_and_outcome import Comparison
-from verify.programs.checks.logical_tensors import by_rank, holdings_of, put_together
 from verify.programs.eager_reference import Trajectory, logical_state, names_of, randomise_parameters, run_reference
 from verify.programs.execution.record_rank_steps import RankResult, role_file
 from verify.programs.low_precision.judge_against_noise import measured

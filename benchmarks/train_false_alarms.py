@@ -29,7 +29,7 @@ from verify.programs.request import PlanRequest
 from verify.programs.training.comparison import compare
 from verify.programs.training.run import make_training, run_ranks
 from verify.programs.training.training_run_pair import Trained
-from verify.self_test.programs import known_bug_models, tiny_models
+from verify.self_test.programs import models_of_real_bugs, tiny_models
 from verify.self_test.programs.right_programs import SmallModel
 from verify.self_test.run_rows import run_rows_apart
 from verify.self_test.training.run import Small, sample
@@ -38,8 +38,8 @@ MODELS = {
     "small": SmallModel(Small, sample),
     "dropped": SmallModel(lambda: Small(0.25), sample),
     "modes": SmallModel(lambda: Small(0.25, True), sample),
-    "transformer": SmallModel(known_bug_models.Transformer, known_bug_models.text),
-    "mixture": SmallModel(known_bug_models.Mixture, known_bug_models.text),
+    "transformer": SmallModel(models_of_real_bugs.Transformer, models_of_real_bugs.text),
+    "mixture": SmallModel(models_of_real_bugs.Mixture, models_of_real_bugs.text),
     "packed": SmallModel(tiny_models.Packed, tiny_models.tokens),
     "strided": SmallModel(tiny_models.Strided, tiny_models.rows),
     "uneven": SmallModel(tiny_models.Uneven, tiny_models.pairs),
@@ -72,7 +72,7 @@ def verify_one(combination: Combination) -> str:
     small = MODELS[name]
     with tempfile.TemporaryDirectory(prefix="nnscaler-train-") as folder:
         try:
-            model: nn.Module = known_bug_models.made(small.make)
+            model: nn.Module = models_of_real_bugs.made(small.make)
             batch = small.sample()
             request = PlanRequest(
                 ranks=ranks, plan=plan, micro_batches=micro, backend="simulator", timeout=60.0, train=True,

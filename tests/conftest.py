@@ -155,7 +155,7 @@ def traced_once(_traces: TracedOnce, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (
         "verify.programs.prepare_verification",
         "nnscaler.compile",
-        "nnscaler.training.model_part.compile_forward_and_backward",
+        "nnscaler.training.model_part.compile_submodule_as_program",
     ):
         monkeypatch.setattr(f"{module}.trace", _traces)
 

@@ -19,7 +19,7 @@ from verify import verify_external, verify_op, verify_plan
 from verify.gate.accepted_findings_with_owners import KnownFinding, read_baseline
 from verify.gate.items import Item, check_names
 from verify.gate.outcome import KNOWN, GateOutcome, ItemResult, judge
-from verify.gate.run import Clock, complete, find_operators, preload, registered_later, run_items
+from verify.gate.run_items_within_budget import Clock, complete, find_operators, preload, registered_later, run_items
 from verify.gate.run_order import State
 from verify.gate.settings import GateSettings, all_items, read_settings
 from verify.gate.verify_item import perform_item

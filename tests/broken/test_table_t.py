@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.sampling import every, only
+from verify.self_test.programs.bugs_of_real_systems import ROWS, PlantedBug
 from verify.self_test.programs.judge_mutants_and_known_bugs import RowResult, TableBench
-from verify.self_test.programs.known_bugs import ROWS, PlantedBug
 from verify.self_test.programs.right_programs import BASES
 
 # Bugs of the runtime, whose programs have the right text, and the fault that raises nothing of the kind in it.

@@ -10,9 +10,9 @@ import torch
 
 from nnscaler.codegen.compiled_program import Program
 from verify.programs.checks import losses
+from verify.programs.checks.assemble_logical_tensors import Holding
 from verify.programs.checks.compare_gradients_and_state import check_coverage
 from verify.programs.checks.input_and_outcome import Comparison
-from verify.programs.checks.logical_tensors import Holding
 from verify.programs.eager_reference import Trajectory
 from verify.programs.execution.record_rank_steps import RankResult
 from verify.programs.execution.run_on_backend import Failure, finding_of

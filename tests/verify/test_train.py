@@ -16,7 +16,7 @@ from nnscaler.cli.main import main
 from nnscaler.errors import NnscalerError
 from nnscaler.layout import Sharded
 from tests.sampling import only
-from verify.programs.checks.logical_tensors import JoinedTensor, Layout, join
+from verify.programs.checks.assemble_logical_tensors import JoinedTensor, Layout, join
 from verify.programs.request import WORDS, PlanRequest, make_token
 from verify.programs.training.comparison import REPLICAS
 from verify.programs.training.training_recipe import carried_by, drawn, in_steps, reordered, shortened

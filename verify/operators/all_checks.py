@@ -19,7 +19,7 @@ from verify.evidence.inputs.draw_calls import left_out_as_none
 from verify.evidence.oracle.annotation_claims import Claimed, Target, claims_of, kind_of, slices_of, untested
 from verify.evidence.oracle.case_runner import CaseResult, OperatorRunner
 from verify.evidence.oracle.check_by_cases import TargetOutcome, as_check, check_target, run_cases
-from verify.evidence.oracle.check_gradients_of_some_inputs import check_subsets
+from verify.evidence.oracle.check_gradients_asked_alone import check_subsets
 from verify.evidence.oracle.enumerate_cases import Base, Enumerator, bases, by_identifier, leaders_of, why_unused
 from verify.evidence.oracle.find_runnable_inputs import Unusable
 from verify.evidence.oracle.findings_from_counter_examples import (

@@ -37,7 +37,7 @@ from nnscaler.transform.plan import (
     SplitStep,
     Step,
 )
-from verify.programs.checks.logical_tensors import by_rank, holdings_of, put_together
+from verify.programs.checks.assemble_logical_tensors import by_rank, holdings_of, put_together
 from verify.programs.eager_reference import Trajectory, gradient_value
 from verify.programs.execution.record_rank_steps import RankResult, Task
 from verify.programs.execution.run_on_backend import Failure, run_simulator

@@ -24,8 +24,8 @@ from nnscaler.ir.graph import Graph, Operation
 from nnscaler.runtime.shards import logical_indices
 from nnscaler.runtime.stage_base_class import Input, Stage, sizes_in_time
 from nnscaler.runtime.tensor_bits_and_differences import is_finite
+from verify.programs.checks.assemble_logical_tensors import holdings_of, results_of
 from verify.programs.checks.input_and_outcome import CheckOutcome, Comparison
-from verify.programs.checks.logical_tensors import holdings_of, results_of
 from verify.programs.eager_reference import Trajectory, logical_state, names_of, run_reference
 from verify.programs.execution.record_rank_steps import RankResult, Task, TrialTask
 from verify.programs.execution.run_on_backend import Failure, finding_of

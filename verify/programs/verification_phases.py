@@ -28,7 +28,7 @@ from nnscaler.runtime.program.import_role_and_user_files import load_role
 from nnscaler.runtime.training.saving.checkpoint import load_checkpoint
 from nnscaler.transform.plan import Plan
 from verify.programs.assemble_report import keep_program, make_report
-from verify.programs.checks import resume, run_checks, steps_with_other_scale_or_labels, timed
+from verify.programs.checks import judge_steps_with_other_scale_or_labels, resume, run_checks, timed
 from verify.programs.checks.input_and_outcome import LOCALISED, CheckOutcome, Comparison, outcome_of
 from verify.programs.checks.losses import check_forward_only
 from verify.programs.checks.resume import check_other_plan
@@ -43,7 +43,7 @@ from verify.programs.eager_reference import (
 from verify.programs.eager_with_program_draws import UnmatchedDraws
 from verify.programs.execution.record_rank_steps import Task
 from verify.programs.execution.run_on_backend import Failure, run_program
-from verify.programs.lemmas.user_operators_imported_alone import check_operators_alone
+from verify.programs.lemmas.compare_operators_imported_alone import check_operators_alone
 from verify.programs.loaded_model_and_plan import PlanSubject, RunContext
 from verify.programs.localise import localise_apart
 from verify.programs.low_precision import NoiseRow, low_precision_outcomes
@@ -294,7 +294,7 @@ def _compare(request: PlanRequest, prepared: Prepared, comparison: Comparison) -
 
 def _compare_beside(comparison: Comparison, task: Task, beside: Beside) -> list[CheckOutcome]:
     checks: list[Callable[[], CheckOutcome]] = [
-        partial(steps_with_other_scale_or_labels.check, comparison, trial) for trial in beside.trials
+        partial(judge_steps_with_other_scale_or_labels.check, comparison, trial) for trial in beside.trials
     ]
     if beside.forward_only and comparison.reference.losses:
         checks.append(lambda: check_forward_only(comparison))

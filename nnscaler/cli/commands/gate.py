@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from verify.gate.accepted_findings_with_owners import KnownFinding
     from verify.gate.items import Item
     from verify.gate.outcome import GateOutcome, ItemResult
-    from verify.gate.run import Clock
+    from verify.gate.run_items_within_budget import Clock
     from verify.gate.settings import GateSettings
 
 NAME = "gate"
@@ -122,7 +122,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     check_temporary()
     entries = _entries(options, settings)
-    from verify.gate.run import Clock, find_operators, no_operator, preload, registered_later
+    from verify.gate.run_items_within_budget import Clock, find_operators, no_operator, preload, registered_later
     from verify.gate.settings import all_items
 
     clock = Clock(time.perf_counter(), settings.get("budget"))
@@ -227,7 +227,7 @@ def _run(
     """Fill `results`, also where it is interrupted."""
     from contextlib import closing
 
-    from verify.gate.run import is_last, run_items
+    from verify.gate.run_items_within_budget import is_last, run_items
     from verify.gate.run_order import read_state, state_file
     from verify.gate.verify_item import perform_item
     from verify.operators.run.cache import open_cache
@@ -265,7 +265,7 @@ def _finish(
 ) -> int:
     """Judge, remember, print, and return the exit code. `interrupted`: that of the signal that ended the gate, or 0."""
     from verify.gate.outcome import judge
-    from verify.gate.run import complete
+    from verify.gate.run_items_within_budget import complete
 
     every, chosen = items
     asked = {item.name for item in chosen}

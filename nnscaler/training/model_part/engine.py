@@ -22,7 +22,7 @@ from nnscaler.runtime.training.autocast_on_any_device import dtype_named
 from nnscaler.runtime.training.cut_batch import in_rows
 from nnscaler.runtime.training.model_outputs import joined, sendable
 from nnscaler.training.engine import Batch, Engine
-from nnscaler.training.model_part.compile_forward_and_backward import Kinds, PartProgram
+from nnscaler.training.model_part.compile_submodule_as_program import Kinds, PartProgram
 from nnscaler.training.program_on_rank import EngineSettings, Running, named_buffers
 from nnscaler.training.programs_by_batch_size import Shapes, agreed, from_rank_0, sample_of
 from nnscaler.training.user_loop.refuse_torch_calls_on_shards import watched

@@ -21,7 +21,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.runtime.communication.join_process_group import ProcessPlace, torchrun_place
 from nnscaler.runtime.output_structure import restore
 from nnscaler.training.engine import Engine, connected
-from nnscaler.training.model_part.compile_forward_and_backward import compile_part
+from nnscaler.training.model_part.compile_submodule_as_program import compile_part
 from nnscaler.training.model_part.engine import PartCall, PartEngine
 from nnscaler.training.program_on_rank import EngineSettings, joined
 

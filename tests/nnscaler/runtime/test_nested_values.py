@@ -18,7 +18,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.runtime.nested_values import leaves_of, map_tensors, tensors_in
 from nnscaler.tracing.sample_inputs import BatchConstants, flatten_inputs
 from nnscaler.training.data.pack_and_collate_samples import Collated, check_collate
-from nnscaler.training.model_part.compile_forward_and_backward import call_inputs
+from nnscaler.training.model_part.compile_submodule_as_program import call_inputs
 
 Named = namedtuple("Named", "x scale")
 

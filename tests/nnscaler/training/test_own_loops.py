@@ -23,7 +23,7 @@ from nnscaler.runtime.communication.communicator import Communicator, ProgramErr
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.tracing import trace
 from nnscaler.training.engine import Engine
-from nnscaler.training.model_part.compile_forward_and_backward import compile_part
+from nnscaler.training.model_part.compile_submodule_as_program import compile_part
 from nnscaler.training.model_part.engine import PartEngine
 from nnscaler.training.model_part.module import Part
 from nnscaler.training.program_on_rank import EngineSettings

@@ -11,7 +11,7 @@ from nnscaler.cli.main import main
 from verify.external.load_check_file import TEMPLATE
 from verify.external.request import ExternalRequest
 from verify.gate.items import ExternalItem
-from verify.gate.run import tool_of
+from verify.gate.run_items_within_budget import tool_of
 from verify.gate.run_order import State, batches, first_units, other_units
 from verify.gate.verify_item import verify_external_item
 from verify.programs.loaded_model_and_plan import RunContext

@@ -18,7 +18,7 @@ from nnscaler.errors import NnscalerError, SourceLocation
 from tests.verify.gate.results import finding, report
 from verify.gate.items import Item, OpItem, OpSource, PlanItem
 from verify.gate.outcome import ItemResult, judge
-from verify.gate.run import Clock, complete, find_operators, run_items
+from verify.gate.run_items_within_budget import Clock, complete, find_operators, run_items
 from verify.gate.run_order import (
     Last,
     Phase,
@@ -117,7 +117,7 @@ def test_what_an_item_was_doing_is_told() -> None:
 
 
 def test_an_item_has_a_time_limit_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verify.gate.run.GRACE", 0.5)
+    monkeypatch.setattr("verify.gate.run_items_within_budget.GRACE", 0.5)
     found = run(ops("hangs", "good", timeout=1.0))
     assert found["hangs"].report.findings[0].code == "item_timed_out"
     assert found["hangs"].report.findings[0].counter_example["running"] == "being hangs"

@@ -19,8 +19,8 @@ from nnscaler.runtime.program.import_role_and_user_files import load_role
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.executor_settings import ExecutorSettings
 from nnscaler.tracing.sample_inputs import SampleInputs, flatten_inputs
+from verify.programs.checks.assemble_logical_tensors import holdings_of
 from verify.programs.checks.input_and_outcome import CheckOutcome, Comparison
-from verify.programs.checks.logical_tensors import holdings_of
 from verify.programs.eager_reference import Trajectory, logical_state, names_of, randomise_parameters, run_reference
 from verify.programs.execution.record_rank_steps import Entry, RankResult, role_file
 from verify.programs.low_precision import NoiseRow, low_precision_outcomes

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from verify.evidence.dimension_types.functional_trace import Functionalised, recorder
 from verify.evidence.dimension_types.interpret import rule_call
+from verify.evidence.dimension_types.make_call_with_symbolic_sizes import World
 from verify.evidence.dimension_types.rules import conclude
 from verify.evidence.dimension_types.states import Shard, State, quotient
-from verify.evidence.dimension_types.symbolic_call import World
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verify.evidence.dimension_types.make_call_with_symbolic_sizes import SymbolicCall
 from verify.evidence.dimension_types.states import Size, Symbols, size_of, substituted, symbols_of
-from verify.evidence.dimension_types.symbolic_call import SymbolicCall
 from verify.evidence.dimension_types.undecomposed_operators import KeepWhole, output_of
 from verify.evidence.operator_trace import AtenCall, NotTraceable, OperatorRecorder, Recording, TensorUse, functional
 

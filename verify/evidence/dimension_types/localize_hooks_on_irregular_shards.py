@@ -30,7 +30,7 @@ from verify.evidence.dimension_types.localized_call_as_whole_call import (
     leaves_of_call,
     resolved,
 )
-from verify.evidence.dimension_types.symbolic_call import resized
+from verify.evidence.dimension_types.make_call_with_symbolic_sizes import resized
 from verify.evidence.smt.smaller_calls import same_kind
 from verify.evidence.split_case import uneven_sizes
 

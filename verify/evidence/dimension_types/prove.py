@@ -31,6 +31,11 @@ from verify.evidence.dimension_types.functional_trace import Trace, record, simp
 from verify.evidence.dimension_types.interpret import interpret
 from verify.evidence.dimension_types.localize_hooks_on_irregular_shards import asked_otherwise
 from verify.evidence.dimension_types.localized_call_as_whole_call import NoProof, whole_call
+from verify.evidence.dimension_types.make_call_with_symbolic_sizes import (
+    SymbolicCall,
+    make_symbolic,
+    sizes_shown_as_numbers,
+)
 from verify.evidence.dimension_types.states import (
     PARTIAL_MAX,
     PARTIAL_SUM,
@@ -51,7 +56,6 @@ from verify.evidence.dimension_types.states import (
     mentions,
     substituted,
 )
-from verify.evidence.dimension_types.symbolic_call import SymbolicCall, make_symbolic, sizes_shown_as_numbers
 from verify.evidence.inputs.concrete_call import ConcreteCall, function_of
 from verify.evidence.operator_trace import NotTraceable, quiet
 from verify.evidence.user_code_path_on_fake_tensors import Places, places_seen, where_ways_part

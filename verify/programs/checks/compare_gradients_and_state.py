@@ -18,9 +18,9 @@ from nnscaler.runtime.tensor_bits_and_differences import (
 )
 from verify.programs.causes.explain_wrong_values import cause_of
 from verify.programs.causes.wrong_tensor import STAGES, WrongTensor, on_ranks
+from verify.programs.checks.assemble_logical_tensors import Holding, StageTensor, by_rank, put_together
 from verify.programs.checks.gradient_norm import cause_of_update
 from verify.programs.checks.input_and_outcome import CheckOutcome, Comparison, Tally
-from verify.programs.checks.logical_tensors import Holding, StageTensor, by_rank, put_together
 from verify.programs.eager_reference import gradient_value
 from verify.results.finding import Finding
 from verify.results.verdict import Verdict

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from op_registry.source_location import SourceLocation
 
-from verify.programs.checks.logical_tensors import Holding
+from verify.programs.checks.assemble_logical_tensors import Holding
 from verify.programs.eager_reference import Trajectory
 from verify.programs.execution.record_rank_steps import RankResult
 from verify.results.finding import Finding, digest_of

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 
 from op_registry.source_location import SourceLocation
 
-from verify.programs.checks.compare_gradients_and_state import noun_of
-from verify.programs.checks.input_and_outcome import CheckOutcome, Comparison, Tally
-from verify.programs.checks.logical_tensors import (
+from verify.programs.checks.assemble_logical_tensors import (
     Holding,
     StageTensor,
     UnequalElements,
@@ -18,6 +16,8 @@ from verify.programs.checks.logical_tensors import (
     put_together,
     tied_copies_differ,
 )
+from verify.programs.checks.compare_gradients_and_state import noun_of
+from verify.programs.checks.input_and_outcome import CheckOutcome, Comparison, Tally
 from verify.results.finding import Finding
 from verify.results.verdict import Verdict
 

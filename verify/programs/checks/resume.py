@@ -13,8 +13,8 @@ from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.runtime.tensor_bits_and_differences import difference, same_bits
 from nnscaler.runtime.training.saving.checkpoint import load_checkpoint
 from verify.programs.checks import run_checks
+from verify.programs.checks.assemble_logical_tensors import Holding, holdings_of, results_of
 from verify.programs.checks.input_and_outcome import CheckOutcome, Comparison, Tally, merge_outcomes
-from verify.programs.checks.logical_tensors import Holding, holdings_of, results_of
 from verify.programs.execution.record_rank_steps import RankResult, Task
 from verify.programs.execution.run_on_backend import Failure, finding_of, run_simulator
 from verify.programs.opened_program import open_program

@@ -20,8 +20,8 @@ from nnscaler.errors import NnscalerError
 from verify.evidence.dimension_types.check_size_guards_on_shards import granted
 from verify.evidence.dimension_types.functional_trace import record, simplified
 from verify.evidence.dimension_types.interpret import interpret
+from verify.evidence.dimension_types.make_call_with_symbolic_sizes import make_symbolic
 from verify.evidence.dimension_types.states import PARTIAL_SUM, SAME, PartialSum, State, Unknown, Zero
-from verify.evidence.dimension_types.symbolic_call import make_symbolic
 from verify.evidence.inputs.concrete_call import function_of
 from verify.evidence.operator_trace import quiet
 from verify.operators.audit.side_effects import ASKS_RANKS, audit

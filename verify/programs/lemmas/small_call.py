@@ -26,7 +26,7 @@ from op_registry.spec import OperatorSpec, Refusal
 from nnscaler.errors import NnscalerError
 from nnscaler.exception_in_one_line import first_line
 from nnscaler.ir.operation_annotations import Signature
-from verify.evidence.dimension_types.symbolic_call import resized
+from verify.evidence.dimension_types.make_call_with_symbolic_sizes import resized
 from verify.evidence.inputs.concrete_call import ConcreteCall
 from verify.evidence.inputs.draw_calls import builtin_call, sample_calls
 from verify.evidence.oracle.case_runner import OperatorRunner, WholeRaised

@@ -9,9 +9,9 @@ from math import inf
 from torch import Tensor
 
 from nnscaler.runtime.tensor_bits_and_differences import is_finite
+from verify.programs.checks.assemble_logical_tensors import Holding, StageTensor, by_rank, put_together
 from verify.programs.checks.compare_gradients_and_state import absence
 from verify.programs.checks.input_and_outcome import Comparison
-from verify.programs.checks.logical_tensors import Holding, StageTensor, by_rank, put_together
 from verify.programs.eager_reference import gradient_value
 from verify.programs.low_precision.noise_statistics import NAMES, Statistics, Target, statistics
 from verify.results.float64_tolerance import Key

@@ -1,7 +1,7 @@
 """Compare a program that updates its parameters after each batch with eager delayed SGD: losses, gradients, the states
 of the optimizer and every version of every parameter.
 
-Such a program does not equal the model, whatever it is compared with. `verify.programs.delayed_sgd` says what
+Such a program does not equal the model, whatever it is compared with. `verify.programs.delayed_sgd_staleness` says what
 it equals, and every report names it.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.stage_base_class import Stage
 from verify.programs.checks.input_and_outcome import CheckOutcome
-from verify.programs.delayed_sgd import semantics, staleness_of
+from verify.programs.delayed_sgd_staleness import semantics, staleness_of
 from verify.programs.eager_reference import ReferenceSettings, Trajectory
 from verify.programs.execution.run_on_backend import Failure
 from verify.programs.opened_program import OpenedProgram

@@ -15,8 +15,8 @@ from torch import Tensor
 from op_registry.source_location import SourceLocation
 
 from nnscaler.runtime.tensor_bits_and_differences import FILL, TensorDifference, difference, family_scale
+from verify.programs.checks.assemble_logical_tensors import JoinedTensor, UnequalElements, join, unequal
 from verify.programs.checks.input_and_outcome import CheckOutcome, Tally
-from verify.programs.checks.logical_tensors import JoinedTensor, UnequalElements, join, unequal
 from verify.programs.checks.replicas import copies_differ
 from verify.programs.eager_reference import gradient_value
 from verify.programs.training import causes

@@ -15,7 +15,7 @@ from nnscaler.tracing.export.independent_module_copies import copied
 from nnscaler.tracing.export.loss_module import Results
 from nnscaler.tracing.float64_run import own_dtype
 from nnscaler.tracing.sample_inputs import SampleInputs
-from verify.programs.delayed_sgd import version_at
+from verify.programs.delayed_sgd_staleness import version_at
 from verify.programs.eager_reference import (
     backward_results,
     forward_results,

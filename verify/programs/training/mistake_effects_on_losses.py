@@ -11,7 +11,7 @@ from torch import Tensor
 from nnscaler.tracing.export.independent_module_copies import copied
 from nnscaler.tracing.float64_run import convert_floats
 from verify.programs.causes.explain_wrong_values import NARROW
-from verify.programs.checks.logical_tensors import indices_of
+from verify.programs.checks.assemble_logical_tensors import indices_of
 from verify.programs.eager_reference import put_state
 from verify.programs.training.training_recipe import Batch, rate_at
 from verify.programs.training.training_run_pair import Alternatives, ComparedValue, Trained

@@ -21,7 +21,7 @@ from nnscaler.training.engine import Engine
 from nnscaler.training.program_on_rank import EngineSettings
 from nnscaler.training.programs_by_batch_size import SentProgram, SizeClass, Vouch
 from verify.evidence.oracle.size_checked_kernels import CheckedKernels
-from verify.programs.checks.logical_tensors import Layout
+from verify.programs.checks.assemble_logical_tensors import Layout
 from verify.programs.training.resume import ResumableRun, Resumed, goes_on, reread
 from verify.programs.training.training_recipe import Batch, Course, class_of, groups_of, make_scheduler, options_of
 

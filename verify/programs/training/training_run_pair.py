@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from verify.programs.checks.logical_tensors import JoinedTensor, Layout
+from verify.programs.checks.assemble_logical_tensors import JoinedTensor, Layout
 from verify.programs.training.eager import EagerModel, EagerRun
 from verify.programs.training.rank_loop import RankTraining
 from verify.programs.training.training_recipe import Course

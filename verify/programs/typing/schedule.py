@@ -25,7 +25,7 @@ from nnscaler.instructions import (
     total_order,
     waits_of,
 )
-from verify.programs.delayed_sgd import semantics, staleness_of
+from verify.programs.delayed_sgd_staleness import semantics, staleness_of
 from verify.programs.typing.program_files.rank_program_syntax import RoleText, StageText
 from verify.programs.typing.typed_value import Mistake
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from verify.external.program import ExternalProgram, Step
-from verify.self_test.external import data_parallel as dp
-from verify.self_test.external import ddp_hooks
+from verify.self_test.external import data_parallel_building_blocks as dp
+from verify.self_test.external import ddp_hooks_right_and_wrong as hooks
 from verify.self_test.external import sharded_data_parallel as sd
 from verify.self_test.external import tensor_parallel as tp
 from verify.self_test.external.models import (
@@ -162,7 +162,7 @@ def _ddp() -> Iterator[ExternalProgram]:
     recomputed = dp.Ddp({"static_graph": True}, before=(checkpoint_layers,))
     yield program("ddp=2 mlp recomputed", Mlp, recomputed, 2, **_ranks(2))
     yield program("ddp=2 conv", ConvNet, dp.Ddp(), 2, **_ranks(2, batch=images))
-    for hook in (ddp_hooks.averaged_hook, ddp_hooks.summed_after_division_hook, ddp_hooks.gathered_hook):
+    for hook in (hooks.averaged_hook, hooks.summed_after_division_hook, hooks.gathered_hook):
         name = hook.__name__.replace("_", " ")
         yield program(f"ddp=3 mlp {name}", Mlp, dp.Ddp(SMALL_BUCKETS, hook), 3, **_ranks(3))
     for count in (2, 3):

@@ -19,7 +19,7 @@ from torch.distributed.pipelining import (
 
 from verify.external.program import ExternalProgram
 from verify.self_test.external import context_expert_and_sharded_optimizer as ds
-from verify.self_test.external import data_parallel as dp
+from verify.self_test.external import data_parallel_building_blocks as dp
 from verify.self_test.external import megatron_style_layers as hand
 from verify.self_test.external import pipelines as pp
 from verify.self_test.external import tensor_parallel as tp

@@ -23,9 +23,9 @@ from verify.programs.checks.input_and_outcome import CheckOutcome
 from verify.programs.opened_program import open_program
 from verify.programs.rerun_with_other_scale_or_labels import Beside
 from verify.programs.verification_phases import run_and_compare
+from verify.self_test.programs.bugs_of_real_systems import ROWS, PlantedBug
 from verify.self_test.programs.decide_mutant_equivalence import RUNS, OracleAnswer, compare_programs
 from verify.self_test.programs.judge_mutant import Answer, Executed, Execution, answer_of, read_folder, read_statically
-from verify.self_test.programs.known_bugs import ROWS, PlantedBug
 from verify.self_test.programs.mutants.catalogue import mutants_of, provable_mutants
 from verify.self_test.programs.mutants.mutant import Mutant
 from verify.self_test.programs.right_programs import BASES, NAMES, SMALL, TIMEOUT, TINY, Spec, build, specs

@@ -23,7 +23,7 @@ from nnscaler.transform.plan import AssignStep, Plan, RecomputeStep, SplitStep, 
 from verify.programs.loaded_model_and_plan import PlanSubject
 from verify.programs.prepare_verification import Prepared, prepare
 from verify.programs.request import PlanRequest
-from verify.self_test.programs import known_bug_models, tiny_models
+from verify.self_test.programs import models_of_real_bugs, tiny_models
 from verify.self_test.programs.mutants.editable_program_and_edits import RightProgram, take_apart
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
@@ -106,9 +106,9 @@ def _split(operation: str, identifier: str) -> SplitStep:
     return SplitStep((operation,), "tp", identifier)
 
 
-_TRANSFORMER = SmallModel(known_bug_models.Transformer, known_bug_models.text)
-_MIXTURE = SmallModel(known_bug_models.Mixture, known_bug_models.text)
-_LOSSES = SmallModel(known_bug_models.TwoLosses, known_bug_models.longer_text)
+_TRANSFORMER = SmallModel(models_of_real_bugs.Transformer, models_of_real_bugs.text)
+_MIXTURE = SmallModel(models_of_real_bugs.Mixture, models_of_real_bugs.text)
+_LOSSES = SmallModel(models_of_real_bugs.TwoLosses, models_of_real_bugs.longer_text)
 _NORMS = (_split("layer_norm", "b"), _split("layer_norm_1", "b"))
 _ROUTED = tuple(_split(n, i) for n, i in (("layer_norm", "b"), ("linear", "*1"), ("softmax", "b")))
 _AGAIN = RecomputeStep(("blocks.0.*", "blocks.0"))
@@ -122,8 +122,8 @@ BASES: dict[str, Spec] = {
     "experts": Spec("Mixture", "dp=2,tp=2", 4, small=_MIXTURE),
     "router": Spec("Mixture", "dp=2,tp=2", 4, small=_MIXTURE, steps=_ROUTED),
     "losses": Spec("TwoLosses", "dp=2,tp=2", 4, small=_LOSSES),
-    "rotary": Spec("Rotary", "dp=2,tp=2", 4, small=SmallModel(known_bug_models.Rotary, known_bug_models.text)),
-    "adapted": Spec("Adapted", "dp=2,tp=2", 4, small=SmallModel(known_bug_models.Adapted, known_bug_models.text)),
+    "rotary": Spec("Rotary", "dp=2,tp=2", 4, small=SmallModel(models_of_real_bugs.Rotary, models_of_real_bugs.text)),
+    "adapted": Spec("Adapted", "dp=2,tp=2", 4, small=SmallModel(models_of_real_bugs.Adapted, models_of_real_bugs.text)),
 }
 
 _UNLIKE = Plan(
@@ -201,7 +201,7 @@ class Base:
 def make_model(spec: Spec) -> tuple[nn.Module, Mapping[str, Any]]:
     """Return the model and its batch. Raises NnscalerError where the examples are not there."""
     if spec.small is not None:
-        return known_bug_models.made(spec.small.make), spec.small.sample()
+        return models_of_real_bugs.made(spec.small.make), spec.small.sample()
     file = EXAMPLES / f"{spec.model}.py"
     if not file.is_file():
         message = f"there is no example model {spec.model!r}"

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from verify.self_test.programs.known_bug_models import HEADS, IGNORED, Sample, Turn, labelled
+from verify.self_test.programs.models_of_real_bugs import HEADS, IGNORED, Sample, Turn, labelled
 
 ROWS, LENGTH, WIDTH, HIDDEN, WORDS = 4, 4, 4, 6, 10
 

@@ -27,6 +27,7 @@ from op_registry.samples.sample import Sample
 from nnscaler.ir.operation_annotations import Signature
 from verify.evidence.dimension_types.functional_trace import record, simplified
 from verify.evidence.dimension_types.interpret import rule_call
+from verify.evidence.dimension_types.make_call_with_symbolic_sizes import make_symbolic
 from verify.evidence.dimension_types.rules.call_with_states import Operand
 from verify.evidence.dimension_types.states import (
     CONSTANT,
@@ -45,7 +46,6 @@ from verify.evidence.dimension_types.states import (
     substituted,
     symbols_of,
 )
-from verify.evidence.dimension_types.symbolic_call import make_symbolic
 from verify.evidence.inputs.concrete_call import ConcreteCall, flat, function_of, with_outputs, with_tensors
 from verify.evidence.inputs.draw_calls import builtin_call
 from verify.evidence.operator_trace import arguments_of, functional, quiet

@@ -14,9 +14,9 @@ from op_registry.samples.sample import B, F, I, P, S, Sample, U, replace_tensors
 from op_registry.samples.sample import Tensor as SampleTensor
 
 from nnscaler.tracing.graph_builder import torch_operator
+from verify.evidence.dimension_types.make_call_with_symbolic_sizes import World
 from verify.evidence.dimension_types.rules.call_with_states import Operand
 from verify.evidence.dimension_types.states import SAME, Size, size_of, substituted
-from verify.evidence.dimension_types.symbolic_call import World
 from verify.evidence.inputs.concrete_call import flat
 from verify.evidence.operator_trace import arguments_of
 from verify.self_test.transfer_rules.draw_calls_and_states import DrawnCall, Values

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.ops.random import logical_kept
-from nnscaler.training.model_part.compile_forward_and_backward import PartProgram, compile_part
+from nnscaler.training.model_part.compile_submodule_as_program import PartProgram, compile_part
 from nnscaler.training.model_part.engine import PartEngine
 from nnscaler.training.model_part.module import Part
 from nnscaler.training.program_on_rank import EngineSettings

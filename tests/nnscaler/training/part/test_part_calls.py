@@ -14,7 +14,7 @@ import verify
 from nnscaler.codegen.compiled_program import Program
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.communication.communicator import Communicator
-from nnscaler.training.model_part.compile_forward_and_backward import compile_part
+from nnscaler.training.model_part.compile_submodule_as_program import compile_part
 from nnscaler.training.model_part.engine import PartEngine
 from nnscaler.training.model_part.module import Part
 from nnscaler.training.program_on_rank import EngineSettings

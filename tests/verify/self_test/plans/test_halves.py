@@ -18,7 +18,7 @@ from nnscaler.runtime.program.import_role_and_user_files import load_role
 from nnscaler.transform.plan import RecomputeStep
 from tests.halves import Place, adjacent, drawn, late, rewritten, some, zero_bubble
 from tests.sampling import every
-from verify.self_test.programs import known_bug_models, tiny_models
+from verify.self_test.programs import models_of_real_bugs, tiny_models
 from verify.self_test.programs.judge_mutant import Execution, read_statically
 from verify.self_test.programs.mutants.editable_program_and_edits import MutationOperator, take_apart
 from verify.self_test.programs.mutants.mutant import apply_edits
@@ -37,7 +37,7 @@ class Deep(tiny_models.Tied):
 KINDS = [operator.kind for operator in OPERATORS]
 ORDERS = OPERATORS[: KINDS.index("messages to the wrong rank")]  # the others leave the order as it is
 HALVES = ORDERS[KINDS.index("second half dropped") :]
-TEXT = SmallModel(known_bug_models.Transformer, known_bug_models.text)
+TEXT = SmallModel(models_of_real_bugs.Transformer, models_of_real_bugs.text)
 TIED = SmallModel(tiny_models.Tied, tiny_models.text)
 AGAIN = RecomputeStep(("blocks.1.*", "blocks.1"))
 SPECS = {

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from verify.self_test.external import data_parallel as dp
-from verify.self_test.external import ddp_hooks as hooks
+from verify.self_test.external import data_parallel_building_blocks as dp
+from verify.self_test.external import ddp_hooks_right_and_wrong as hooks
 from verify.self_test.external import edits_that_make_mutants as e
 from verify.self_test.external.context_expert_and_sharded_optimizer import owned_sgd
 from verify.self_test.external.edits_that_make_mutants import ExternalMutant, row, same

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from verify.self_test.external import data_parallel as dp
+from verify.self_test.external import data_parallel_building_blocks as dp
 from verify.self_test.external import edits_that_make_mutants as e
 from verify.self_test.external import pipelines as pp
 from verify.self_test.external.edits_that_make_mutants import ExternalMutant, row

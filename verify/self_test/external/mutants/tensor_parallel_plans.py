@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
 )
 
-from verify.self_test.external import data_parallel as dp
+from verify.self_test.external import data_parallel_building_blocks as dp
 from verify.self_test.external import edits_that_make_mutants as e
 from verify.self_test.external import tensor_parallel as tp
 from verify.self_test.external.edits_that_make_mutants import ExternalMutant, row, same
