@@ -307,11 +307,6 @@ class Stage:
             for size in shape
         )
 
-    @property
-    def observed(self) -> bool:
-        """Whether its values are handed to an observer."""
-        return self._observer is not None
-
     def _observe(self, name: str, value: Any) -> None:
         """Hand a value to the observer, after each assignment in a program that was loaded for observation."""
         if self._observer is not None and isinstance(value, Tensor):
@@ -328,6 +323,11 @@ def enter(stage: Stage, at: tuple[int, ...], kept: KeptRows | None) -> None:
 def times_of(stage: Stage | type[Stage]) -> tuple[int, ...]:
     """Return the size of each axis in time of a step: micro-batches, then slices where there are some."""
     return (stage.micro_batches, stage.slices) if stage.slices > 1 else (stage.micro_batches,)
+
+
+def is_observed(stage: Stage) -> bool:
+    """Return whether the values of a stage are handed to an observer."""
+    return stage._observer is not None
 
 
 def number_of(stage: Stage | type[Stage], at: tuple[int, ...]) -> int:

@@ -15,7 +15,7 @@ from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.sharded_parameter_gathers import ParameterReads
 from nnscaler.runtime.recompute_in_backward import SavedValues, regions_in
 from nnscaler.runtime.split_backward import Root, SplitBackward
-from nnscaler.runtime.stage_base_class import Stage, may_gather_again, number_of, place_of
+from nnscaler.runtime.stage_base_class import Stage, is_observed, may_gather_again, number_of, place_of
 from nnscaler.runtime.training.gradients.accumulate_and_reduce import Gradients
 from nnscaler.runtime.training.messages import Mail
 
@@ -79,7 +79,7 @@ class BackwardPasses:
             return _whole(reads)
         is_compiled = "forward" in vars(stage)
         parameters = [getattr(stage, name) for name in stage.parameters]
-        split = SplitBackward(parameters, reads, once=not is_compiled, hooked=stage.observed)
+        split = SplitBackward(parameters, reads, once=not is_compiled, hooked=is_observed(stage))
         self._split[forward] = split
         return split.recording()
 
