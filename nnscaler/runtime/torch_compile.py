@@ -133,7 +133,7 @@ def _digest_of_own_code() -> str:
 
 
 class _StaticSizes:
-    """What `dynamic=False` says, for as long as any thread is in a function that was compiled so.
+    """Keeps sizes static, as `dynamic=False` says, while any thread is in a function that was compiled so.
 
     torch 2.11 sets it for all threads where a call begins, and takes it back where that call ends: other simulated
     ranks, which are threads, would go on with sizes and graph numbers that are symbols.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from nnscaler.instructions import Instruction, StageEdge
@@ -162,19 +162,14 @@ def kept_at_peak(
     kept   by stage, what it keeps of a micro-batch, or of each of its slices, for its backward or both halves of it
     later  the same for W alone
     """
-    order = schedule.orders[device]
-    trained = {i.stage for i in order if i.kind in BACKWARD}  # other stages keep nothing
-    held, most = dict.fromkeys(kept, 0), 0
-    found = dict(held)
-    for step in order:
-        if step.stage not in held or step.stage not in trained:
-            continue
-        own, weights = kept[step.stage], later[step.stage]
-        each = own if isinstance(own, int) else own[step.at[-1] if len(own) > 1 else 0]
-        held[step.stage] += {"F": each, "B": -each, "I": weights - each, "W": -weights, "U": 0}[step.kind]
-        if sum(held.values()) > most:
-            most, found = sum(held.values()), dict(held)
-    return found
+    return max(_held(schedule, device, kept, later), key=lambda held: sum(held.values()))
+
+
+def kept_at_once(schedule: Schedule, device: int) -> frozenset[tuple[int, ...]]:
+    """Return how many micro-batches each stage that a device has to itself keeps for passes that are still to come or
+    running, at every moment of its order."""
+    ones = {stage: 1 for stage in schedule.has(device) if len(schedule.devices[stage]) == 1}
+    return frozenset(tuple(held.values()) for held in _held(schedule, device, ones, ones))
 
 
 def _ones_at_peak(schedule: Schedule, device: int) -> Collection[int]:
@@ -182,17 +177,20 @@ def _ones_at_peak(schedule: Schedule, device: int) -> Collection[int]:
     return kept_at_peak(schedule, device, ones, ones).values()
 
 
-def kept_at_once(schedule: Schedule, device: int) -> frozenset[tuple[int, ...]]:
-    """Return how many micro-batches each stage that a device has to itself keeps for passes that are still to come or
-    running, at every moment at which it begins to keep one."""
-    held = {stage: 0 for stage in schedule.has(device) if len(schedule.devices[stage]) == 1}
-    found = set()
-    for step in schedule.orders[device]:
-        if step.stage in held and step.stage not in schedule.untrained:
-            held[step.stage] += {"F": 1, "B": -1, "W": -1}.get(step.kind, 0)
-            if step.kind == "F":
-                found.add(tuple(held.values()))
-    return frozenset(found)
+def _held(
+    schedule: Schedule, device: int, kept: Mapping[int, int | Sequence[int]], later: Mapping[int, int]
+) -> Iterator[dict[int, int]]:
+    """Yield what the stages of `kept` hold before the first pass of a device, and after each of theirs."""
+    order = schedule.orders[device]
+    trained = {i.stage for i in order if i.kind in BACKWARD}  # other stages keep nothing
+    held = dict.fromkeys(kept, 0)
+    yield dict(held)
+    for step in order:
+        if step.stage in held and step.stage in trained:
+            own, weights = kept[step.stage], later[step.stage]
+            each = own if isinstance(own, int) else own[step.at[-1] if len(own) > 1 else 0]
+            held[step.stage] += {"F": each, "B": -each, "I": weights - each, "W": -weights, "U": 0}[step.kind]
+            yield dict(held)
 
 
 def timeline_rows(timeline: Timeline, ranks: Sequence[str], unit: float) -> TimelineRows:

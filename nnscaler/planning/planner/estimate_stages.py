@@ -35,6 +35,7 @@ class StageEstimate:
     resting    bytes of parameters, gradients and optimizer states
     kept       bytes of activations of all live micro-batches
     each       bytes of those that one micro-batch keeps
+    again      bytes of one layer that runs again, while it does, and of parameters that are gathered for it
     arriving   bytes of gradients that are whole when a backward ends, above those of activations that are gone then
     price      seconds of a step that one more byte of memory would save
     """
@@ -47,6 +48,7 @@ class StageEstimate:
     resting: float
     kept: float
     each: float
+    again: float
     arriving: float = 0.0
     price: float = 0.0
 
@@ -169,14 +171,15 @@ def stage_of(
     one = held + beside
     kept_in_all = live * held + passes * beside + once_more
     arriving = max(0.0, arriving - one)
-    return StageEstimate((start, end), forward, backward, weights, once, resting, kept_in_all, one, arriving)
+    return StageEstimate((start, end), forward, backward, weights, once, resting, kept_in_all, one, once_more, arriving)
 
 
 def at_peaks(c: Configuration, stages: Sequence[StageEstimate]) -> tuple[StageEstimate, ...]:
     """Return the stages with what they keep at the moment when their device keeps most.
 
     `live` counts micro-batches of all layers of a device. Where it has several stages, and these keep unlike amounts,
-    the order of the schedule says which of them keep how many micro-batches at the same time.
+    the order of the schedule says which of them keep how many micro-batches at the same time. They keep no less than by
+    `live`, which the bounds of a configuration count on.
     """
     if c.chunks == 1 or c.schedule.within is not None:
         return tuple(stages)
@@ -186,7 +189,7 @@ def at_peaks(c: Configuration, stages: Sequence[StageEstimate]) -> tuple[StageEs
         # [moments, stages]: micro-batches
         moments = np.array(sorted(_moments(c.schedule, c.pp, c.chunks, c.micro_batches, device)))
         counts = moments[np.argmax(moments @ [stages[number].each for number in own])]
-        most = [float(count) * stages[number].each for number, count in zip(own, counts, strict=True)]
+        most = [stages[n].again + float(count) * stages[n].each for n, count in zip(own, counts, strict=True)]
         if sum(most) > sum(stages[number].kept for number in own):
             for number, kept in zip(own, most, strict=True):
                 found[number] = replace(stages[number], kept=kept)

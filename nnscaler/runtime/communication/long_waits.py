@@ -29,7 +29,7 @@ _HERE = Path(__file__).parent
 
 
 class Store(Protocol):
-    """What ranks read and write together, such as a torch.distributed.Store."""
+    """Numbers and texts that all ranks read and write, such as a torch.distributed.Store."""
 
     def set(self, key: str, value: str) -> object: ...
     def get(self, key: str) -> bytes: ...

@@ -55,7 +55,7 @@ def test_a_long_wait_is_told_once_with_the_users_line() -> None:
 
 
 class Shared(dict[str, bytes]):
-    """What ranks read and write together."""
+    """A store of threads."""
 
     def set(self, key: str, value: str) -> None:
         self[key] = value.encode()

@@ -121,7 +121,7 @@ def test_the_rank_that_left_another_is_the_cause_although_it_ends_later(code: in
 def test_a_rank_that_is_ended_leaves_it_to_the_command_to_say_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What it said itself would stand before the cause."""
+    """Else its own word would stand before the cause."""
     assert (tell_end(Terminated()), capsys.readouterr().err) == (143, "terminated\n")
     monkeypatch.setenv(STORE, str(tmp_path / "store"))
     assert (tell_end(Terminated()), capsys.readouterr().err) == (143, "")

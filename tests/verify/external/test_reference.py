@@ -258,7 +258,7 @@ def test_an_update_that_is_no_number_decides_nothing() -> None:
 
 
 class WithCache(programs.Net):
-    """What it has computed of the first rows takes part in the loss of all later ones."""
+    """The first rows take part in the loss of all later ones."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What an operator does on another way through its code is looked at: where several conditions on sizes lead to it,
+"""Other ways through an operator's code are looked at: where several conditions on sizes lead to it,
 where symbols are seen to be no numbers, and where the operator itself is wrong beyond a number of its code."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is seen of the functions of torch that a script calls, on tensors that are none of its models'."""
+"""The functions of torch that a script calls are followed, on tensors that are none of its models'."""
 
 from __future__ import annotations
 

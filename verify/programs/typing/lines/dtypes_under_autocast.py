@@ -1,4 +1,4 @@
-"""What an operation computes in under one autocast and another: a run in float64 has one dtype and shows none of it.
+"""Compare the dtypes of an operation under one autocast and another: a run in float64 has one, and shows none of it.
 
 Autocast is a list of operators. Most are on none of its lists: where such a line stands, inside or outside, is nothing.
 The operation is run on fake tensors of the model's dtypes, and what torch then calls is compared.
