@@ -162,17 +162,17 @@ def _skeleton(module: nn.Module) -> nn.Module:
         return module
     made: dict[int, Any] = {id(p): nn.Parameter(torch.empty_like(p), p.requires_grad) for p in parameters}
 
-    def copied(value: Any) -> Any:
+    def copied(value: Any) -> Any:  # of dicts as they are now: simulated ranks, which are threads, add hooks to them
         if id(value) in made:
             return made[id(value)]
         if isinstance(value, nn.Module) and not isinstance(value, torch.jit.ScriptModule):
             made[id(value)] = new = type(value).__new__(type(value))
-            new.__dict__ = {name: copied(item) for name, item in vars(value).items()}
+            new.__dict__ = {name: copied(item) for name, item in tuple(vars(value).items())}
             return new
         if type(value) in (list, tuple):
             return type(value)(copied(item) for item in value)
         if type(value) in (dict, OrderedDict):
-            return type(value)((name, copied(item)) for name, item in value.items())
+            return type(value)((name, copied(item)) for name, item in tuple(value.items()))
         if isinstance(value, MethodType):
             return MethodType(value.__func__, copied(value.__self__))
         return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import nnscaler
+from nnscaler.training.programs_by_batch_size import valueless
 
 ROWS, CLASSES = 10_240, 1_024  # 40 MiB: the system gives each such tensor memory of its own, and has it back at once
 RESET = Path("/proc/self/clear_refs")
@@ -25,9 +27,31 @@ class Head(nn.Module):
         return F.cross_entropy(self.words(x), labels)
 
 
+class Hooked(nn.Linear):
+    """Adds a hook to the module around it when a copy of it is made, as another thread may."""
+
+    around: nn.Module | None = None
+
+    def __new__(cls, *_: object) -> Hooked:
+        if cls.around is not None:
+            cls.around.register_forward_pre_hook(lambda *_: None)
+        return super().__new__(cls)
+
+
 def head(rows: int) -> tuple[nnscaler.Program, dict[str, Tensor]]:
     batch = {"x": torch.randn(rows, 4), "labels": torch.randint(CLASSES, (rows,))}
     return nnscaler.parallelize(Head(), batch, ranks=1, plan="dp=1"), batch
+
+
+def test_a_model_is_copied_while_hooks_are_added_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = Head(), {"x": torch.randn(4, 4), "labels": torch.randint(CLASSES, (4,))}
+    model.register_forward_pre_hook(inner := Hooked(4, 4))  # so that it is copied while the hooks are looked at
+    model.register_forward_pre_hook(lambda *_: None)
+    program = nnscaler.parallelize(Head(), batch, ranks=1, plan="dp=1")
+    assert program.origin is not None
+    monkeypatch.setattr(Hooked, "around", model)
+    valueless(replace(program, origin=replace(program.origin, module=model)))
+    assert len(model._forward_pre_hooks) == 3 and inner in model._forward_pre_hooks.values()
 
 
 @pytest.mark.long
